@@ -9,7 +9,7 @@ same arrivals for all:
     timer   order: arrival, wait_max_ms: 10, no early refusal: a fixed timer, as most servers have
     fifo    order: arrival, wait_max_ms: 0, no early refusal
 
-Goodput alone flatters those who drop: what was refused at the door, dropped on the way and cut off by its deadline
+Goodput alone flatters those who drop: what was refused on arrival, dropped on the way and cut off by its deadline
 stands beside it, and so does wasted work, the share of all items that a model ran for requests that were not answered
 in time.
 

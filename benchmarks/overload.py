@@ -12,7 +12,7 @@ at half of it, until latency is what it was before.
 
     python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5] [--grpc]
 
-With `--grpc` the same load goes through the gRPC door of a server in a process of its own. The load itself then takes a
+With `--grpc` the same load goes through `weftline serve`. The load itself then takes a
 good part of a small machine, whose peak is lower for it.
 """
 
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from benchmarks.conditions import conditions, memory_bytes, peak_memory, quantile
 from benchmarks.deadlines import ITEMS_MAX, STAGES
-from benchmarks.overload_door import Door, door
+from benchmarks.overload_server import OverloadServer, overload_server
 from weftline.engine.bench.arrivals import Open
 from weftline.engine.request import RequestOptions
 from weftline.engine.runtime.clock import MonotonicClock
@@ -57,7 +57,7 @@ GOODPUT_BAR, REFUSAL_BAR_MS, RECOVERY_BAR_S = 0.9, 10.0, 5.0
 
 
 class Asked(Protocol):
-    """What is put under load: a session, or a server's door."""
+    """What is put under load: a session, or a gRPC server."""
 
     async def arun(self, options: RequestOptions, /, *, value: str) -> Any: ...
 
@@ -226,11 +226,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each overload")
     parser.add_argument("--loads", type=float, nargs="+", default=[2.0, 5.0], help="multiples of the peak")
     parser.add_argument("--quick", action="store_true", help="10 s each")
-    parser.add_argument("--grpc", action="store_true", help="through the gRPC door of a server")
+    parser.add_argument("--grpc", action="store_true", help="through the gRPC server of `weftline serve`")
     options = parser.parse_args()
     seconds = 10.0 if options.quick else options.seconds
     print(conditions())
-    asked: AbstractContextManager[Session | Door] = door(pipeline()) if options.grpc else load(pipeline()).open()
+    asked: AbstractContextManager[Session | OverloadServer] = (
+        overload_server(pipeline()) if options.grpc else load(pipeline()).open()
+    )
     with asked as session:
         drive(session, None, 2.0)
         closed = drive(session, None, max(5.0, seconds / 6))

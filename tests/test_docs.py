@@ -258,8 +258,8 @@ def test_every_public_name_has_its_heading_and_sessions_all_their_methods() -> N
     ):
         kind = weftline.nodes.current.Current if name == "current" else getattr(weftline, name)
         about = section(text, name)
-        faces = [face for face in vars(kind) if not face.startswith("_") and face not in ("get", "ids", "ports")]
-        assert [face for face in faces if not re.search(rf"\b{face}\b", about)] == [], name
+        infos = [info for info in vars(kind) if not info.startswith("_") and info not in ("get", "ids", "ports")]
+        assert [info for info in infos if not re.search(rf"\b{info}\b", about)] == [], name
     options = {field.name for field in dataclasses.fields(weftline.RequestOptions)}
     assert {row[0] for row in rows(section(text, "RequestOptions"))} == options
 

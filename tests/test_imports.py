@@ -104,7 +104,7 @@ def test_rooms_import_downwards_only() -> None:
 
 
 @pytest.mark.slow
-def test_rooms_do_not_import_the_front_door_itself() -> None:
+def test_modules_do_not_import_the_package_itself() -> None:
     wrong = []
     for file in package_files():
         for node in ast.walk(tree_of(file)):

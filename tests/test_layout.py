@@ -36,7 +36,7 @@ def test_every_folder_with_code_is_a_package_of_the_list() -> None:
     assert all((ROOT / folder / "__init__.py").is_file() for folder in folders_with_code())
 
 
-def test_the_links_inside_the_front_door_are_the_rooms_and_relative() -> None:
+def test_the_links_inside_the_package_are_its_modules_and_relative() -> None:
     links = {path.name: path.readlink().as_posix() for path in (ROOT / "weftline").iterdir() if path.is_symlink()}
     assert links == {room: f"../{room}" for room in ROOMS}
     listed = {package.split(".")[1] for package in SETUPTOOLS["packages"] if "." in package}

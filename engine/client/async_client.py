@@ -23,7 +23,7 @@ from weftline.engine.client.model import DescribedModel
 from weftline.engine.client.steps import Refused, SendRequest, Steps
 from weftline.engine.request import RequestOptions, checked_options
 from weftline.engine.result import Result, StreamedOutput
-from weftline.engine.serving.face import ModelState
+from weftline.engine.serving.model_info import ModelState
 from weftline.errors import SessionClosed
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from weftline.engine.client.steps import (
 )
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.engine.serving.face import READY, ModelState
+from weftline.engine.serving.model_info import READY, ModelState
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
 from weftline.engine.serving.v2.parameters import EMPTY_FINAL
 from weftline.engine.serving.v2.protobuf import parse_response, request_bytes

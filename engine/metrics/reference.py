@@ -33,7 +33,7 @@ PROCESS: Mapping[str, tuple[str, str, str]] = {
 REQUEST_SPAN: Mapping[str, str] = {
     "weftline.model": "model name in the request",
     "weftline.version": "version that ran the request; 0 for none",
-    "weftline.door": "`grpc`, `grpc-stream` or `http`",
+    "weftline.protocol": "`grpc`, `grpc-stream` or `http`",
     "weftline.status": "gRPC status name",
     "weftline.request_id": "request id of the client, if present",
     "weftline.caller": "caller's name in the token file, with tokens",

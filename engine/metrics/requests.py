@@ -18,7 +18,7 @@ from weftline.engine.serving.backend import Record
 Sample = tuple[Series, tuple[str, ...], float | Histogram]
 """A series, the values of its labels in the series' order, and its value."""
 
-DOORS = frozenset(("grpc", "grpc-stream", "http"))
+PROTOCOLS = frozenset(("grpc", "grpc-stream", "http"))
 NO_MODEL = ""
 """The label of requests that named no model that was ever served."""
 
@@ -65,7 +65,7 @@ class _Answers:
 
 @dataclass(slots=True)
 class _Model:
-    ended: dict[tuple[str, str], int] = field(default_factory=dict)  # by (door, status)
+    ended: dict[tuple[str, str], int] = field(default_factory=dict)  # by (protocol, status)
     durations: dict[str, Histogram] = field(default_factory=dict)  # by outcome
     first_piece: Histogram = field(default_factory=lambda: Histogram(series.FIRST_PIECE.bounds))
     pieces: int = 0
@@ -87,7 +87,7 @@ class RequestMetrics:
         model = self._model(record)
         ask = record.ask
         status = record.status if record.status in STATUSES else "UNKNOWN"
-        key = ask.door if ask.door in DOORS else "other", status
+        key = ask.protocol if ask.protocol in PROTOCOLS else "other", status
         model.ended[key] = model.ended.get(key, 0) + 1
         outcome = "ok" if status == "OK" else "failed"
         duration = model.durations.get(outcome)
@@ -168,8 +168,8 @@ def _count(value: object) -> int:
 
 
 def _samples(name: str, model: _Model) -> Iterator[Sample]:
-    for (door, status), count in model.ended.items():
-        yield series.REQUESTS, (name, door, status), count
+    for (protocol, status), count in model.ended.items():
+        yield series.REQUESTS, (name, protocol, status), count
     for outcome, duration in model.durations.items():
         yield series.DURATION, (name, outcome), duration.copy()
     yield series.RECEIVED, (name,), model.received

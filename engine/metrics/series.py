@@ -64,7 +64,7 @@ BUILD = _gauge("weftline_build_info", "version python", "", "always 1; the label
 MODEL_READY = _gauge("weftline_model_ready", "model", "0 or 1", "1 if every step of the model is ready")
 MODEL_VERSION = _gauge("weftline_model_version", "model", "", "number of the serving version")
 
-REQUESTS = _counter("weftline_requests_total", "model door status", "requests",
+REQUESTS = _counter("weftline_requests_total", "model protocol status", "requests",
     "ended requests by gRPC status name; `model` is empty for a model that is not served")  # fmt: skip
 DURATION = _histogram("weftline_request_duration_seconds", "model outcome", "seconds",
     "time from a request's arrival to its outputs; `outcome` is `ok` or `failed`", SECONDS)  # fmt: skip

@@ -53,7 +53,7 @@ def _request(record: Record) -> dict[str, Attribute]:
     attributes: dict[str, Attribute] = {
         "weftline.model": record.model[:TEXT_MAX],
         "weftline.version": record.version,
-        "weftline.door": ask.door,
+        "weftline.protocol": ask.protocol,
         "weftline.status": record.status,
     }
     if ask.id:

@@ -20,7 +20,7 @@ import msgspec
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.scheduler.request import StepTiming
-from weftline.engine.serving.face import ModelFace, ModelState
+from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.nodes.urgency import SequencePart
 
 
@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     version:     requested version; '' for the serving one. Any other is UnknownModel.
     id:          the client's request id, for logs and traces; '' without one.
     caller:      name in the token file; '' without tokens. Never the token.
-    door:        server it arrived at: 'grpc', 'grpc-stream' or 'http'; a metric label.
+    protocol:        server it arrived at: 'grpc', 'grpc-stream' or 'http'; a metric label.
     traceparent: W3C trace context of the request; '' without one.
     size_bytes:  size of its message, for metrics; 0: unknown.
     job:         True for a row of a job, which yields to interactive requests.
@@ -51,7 +51,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     version: str = ""
     id: str = ""
     caller: str = ""
-    door: str = ""
+    protocol: str = ""
     traceparent: str = ""
     size_bytes: int = 0
     job: bool = False
@@ -124,9 +124,11 @@ class Backend(Protocol):
     def index(self) -> tuple[ModelState, ...]:
         """Return every model with its state, sorted by name; cheap enough to be polled."""
 
-    def face(self, model: str, version: str = "") -> ModelFace:
-        """Return a model's face: UnknownModel when there is none of that name and version, SessionClosed when it cannot
-        be asked now."""
+    def info(self, model: str, version: str = "") -> ModelInfo:
+        """Return a model's metadata.
+
+        UnknownModel if there is none of that name and version, SessionClosed if it is not ready.
+        """
 
     async def ask(self, ask: Ask) -> Answer:
         """Answer one request."""

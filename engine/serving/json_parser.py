@@ -15,9 +15,9 @@ from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.engine.serving import json_jobs as jobs
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
 from weftline.engine.serving.json_process import JsonProcess
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
 from weftline.engine.serving.v2.elements import element_bytes, encode_elements
@@ -29,7 +29,7 @@ from weftline.shm.spec import byte_size
 
 
 class JsonParser:
-    """Reads and writes JSON for the doors of one process. Used from one event loop; `close` ends its process."""
+    """Reads and writes JSON for the servers of one process. Used from one event loop; `close` ends its process."""
 
     def __init__(self) -> None:
         self.process = JsonProcess()
@@ -58,18 +58,18 @@ class JsonParser:
         return jobs.rest_body(job, await self.process.run(job, body))
 
     async def elements(
-        self, request: InferRequest, face: ModelFace, limits: ServeLimits, regions: Regions | None
+        self, request: InferRequest, info: ModelInfo, limits: ServeLimits, regions: Regions | None
     ) -> InferRequest:
         """Return a request whose elements that are JSON are parsed, if there is much of it; else the request itself.
 
         InputError for what is wrong with them; what is wrong with the rest of the request is found later.
         """
-        kinds = {port.name: form_of(port.type).element for port in face.inputs}
+        kinds = {port.name: form_of(port.type).element for port in info.inputs}
         parsed = [one for one in request.inputs if one.datatype == BYTES and kinds.get(one.name) in jobs.PARSED]
         if sum(map(_size_bytes, parsed)) <= INLINE_BYTES:
             return request
-        check_request(request, face, limits)
-        types = {port.name: port.type for port in face.inputs}
+        check_request(request, info, limits)
+        types = {port.name: port.type for port in info.inputs}
         done = {}
         for one in parsed:
             try:

@@ -25,7 +25,15 @@ from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Answer, Ask, Observer, Record
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.face import LOADING, NOT_LOADED, READY, UNAVAILABLE, ModelFace, ModelState, face_of
+from weftline.engine.serving.model_info import (
+    LOADING,
+    NOT_LOADED,
+    READY,
+    UNAVAILABLE,
+    ModelInfo,
+    ModelState,
+    model_info,
+)
 from weftline.engine.session import Session
 from weftline.errors import (
     InputError,
@@ -76,7 +84,7 @@ class LocalBackend:
         self._begin = begin
         self._metrics = metrics
         self._progress = progress
-        self._faces: dict[str, tuple[Session, ModelFace]] = {}
+        self._infos: dict[str, tuple[Session, ModelInfo]] = {}
         self._unread: dict[str, str] = {}  # why a pipeline's file could not be read when it was last to be loaded
         self._turns = {name: asyncio.Lock() for name in self._served}
         self._known = {model for name, one in self._served.items() for model in _models(name, one)}
@@ -96,16 +104,16 @@ class LocalBackend:
         absent = {name: ModelState(name, 0, UNAVAILABLE, self._unread.get(name, NOT_LOADED)) for name in self._known}
         return tuple(state for _, state in sorted((absent | found).items()))
 
-    def face(self, model: str, version: str = "") -> ModelFace:
+    def info(self, model: str, version: str = "") -> ModelInfo:
         session = self._session(model)
-        held = self._faces.get(model)
+        held = self._infos.get(model)
         if held is None or held[0] is not session or held[1].version != session.version:
-            held = session, face_of(model, session.version, session.plan)
-            self._faces[model] = held
-        face = held[1]
-        if version and version != str(face.version):
-            raise UnknownModel(f"model {model} has no version {version!r:.40}; version {face.version} serves")
-        return face
+            held = session, model_info(model, session.version, session.plan)
+            self._infos[model] = held
+        info = held[1]
+        if version and version != str(info.version):
+            raise UnknownModel(f"model {model} has no version {version!r:.40}; version {info.version} serves")
+        return info
 
     def sessions(self) -> dict[str, Session]:
         """Return the sessions that serve now, by model."""
@@ -170,7 +178,7 @@ class LocalBackend:
             for name in reversed(_models(model, one)):
                 if name in loaded:
                     await asyncio.to_thread(self._repository.unload, name)
-                    self._faces.pop(name, None)
+                    self._infos.pop(name, None)
 
     def _served_pipeline(self, model: str) -> ServedPipeline:
         one = self._served.get(model)
@@ -213,7 +221,7 @@ class LocalBackend:
             session = self._session(ask.model)
             version = session.version
             if ask.version:
-                self.face(ask.model, ask.version)
+                self.info(ask.model, ask.version)
             borrowed = await session.borrow(ask.inputs, _options(ask), paths=False, caller=ask.caller)
         except BaseException as error:
             self._notify(noted.failed(error, version))
@@ -236,7 +244,7 @@ class LocalBackend:
             session = self._session(ask.model)
             version = session.version
             if ask.version:
-                self.face(ask.model, ask.version)
+                self.info(ask.model, ask.version)
             options = _options(ask)
             pieces = session.stream_outputs(
                 ask.inputs, options, paths=False, caller=ask.caller, timed=noted.set_timings

@@ -31,12 +31,12 @@ from weftline.engine.serving.auth.tls import TlsFiles
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
-from weftline.engine.serving.face import ModelState
 from weftline.engine.serving.frontend.messages import GRPC, HTTP, IngressSpec
 from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim
 from weftline.errors import WeftlineError
@@ -160,8 +160,8 @@ class Server:
             await asyncio.to_thread(self._tracing.close)
 
     async def _open_grpc(self) -> str:
-        config, door = self.config, self.config.grpc
-        if door.processes == 0:
+        config, endpoint = self.config, self.config.grpc
+        if endpoint.processes == 0:
             self._grpc = GrpcServer(
                 config,
                 self.backend,
@@ -172,11 +172,11 @@ class Server:
             )
             port = await self._grpc.start()
         else:
-            port = door.port
-            for number in range(door.processes):
+            port = endpoint.port
+            for number in range(endpoint.processes):
                 spec = IngressSpec(f"grpc-{number}", (GRPC,), config).at({GRPC: port})
                 port = (await self._desk.start_ingress(spec))[GRPC]
-        return f"unix:{door.socket}" if door.socket is not None else _address(door.host, port)
+        return f"unix:{endpoint.socket}" if endpoint.socket is not None else _address(endpoint.host, port)
 
 
 class _Signals:

@@ -89,7 +89,7 @@ class Statistics:
         """Return the figures of models, given with the version that serves, and of their steps, sorted by name.
 
         A step whose name is also one of the models' (an exposed one) appears once, as the model. It does not wait:
-        where the door is in another process than the backend, its twin there does.
+        when the server is in another process than the backend, the one there does.
         """
         found: dict[str, ModelFigures] = {}
         for model, version in versions.items():

@@ -40,8 +40,8 @@ def intake(limits: Limits = Limits(), inputs: tuple[Input, ...] = INPUTS) -> Req
 
 
 def taken(**given: Any) -> dict[str, Value]:
-    door = intake()
-    return door.place(door.pack(given), NoArena())
+    inputs_ = intake()
+    return inputs_.place(inputs_.pack(given), NoArena())
 
 
 def test_what_is_left_out_has_its_default_or_is_absent() -> None:
@@ -74,17 +74,17 @@ def test_a_constant_is_not_asked_for_and_not_taken() -> None:
 
 
 def test_defaults_are_packed_once() -> None:
-    door = intake()
-    first, second = (door.place(door.pack({"q": "x"}), NoArena()) for _ in range(2))
+    inputs_ = intake()
+    first, second = (inputs_.place(inputs_.pack({"q": "x"}), NoArena()) for _ in range(2))
     assert first["size"] is second["size"]
     assert first["q"] is not second["q"]
 
 
 def test_only_what_is_brought_counts_towards_the_limit() -> None:
-    door = intake(Limits(request_bytes_max=4))
-    assert list(door.pack({"q": "four"})) == ["q"]
+    inputs_ = intake(Limits(request_bytes_max=4))
+    assert list(inputs_.pack({"q": "four"})) == ["q"]
     with pytest.raises(LimitReached, match="request_bytes_max is 4"):
-        door.pack({"q": "four", "lang": "de"})
+        inputs_.pack({"q": "four", "lang": "de"})
 
 
 def test_an_element_that_is_wrong_is_named() -> None:

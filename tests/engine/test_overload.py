@@ -331,7 +331,7 @@ def test_a_full_arena_makes_workers_wait_and_refuses_no_request(start: Start) ->
     with ThreadPoolExecutor(12) as callers:
         for size, y in zip(sizes, callers.map(insist, sizes), strict=True):
             assert y.shape == (size,) and (y == size + 2).all()
-    print(f"{len(sizes)} answered, {refused} times no room at the door")
+    print(f"{len(sizes)} answered, {refused} times no room on arrival")
     wait_until(lambda: settled(session), 10)
     whole = np.ones(200_000, np.float32)
     assert session.run(x=whole)["y"].sum() == 600_000, "nothing is fragmented when nothing is held"

@@ -52,8 +52,8 @@ class Served:
     def http(self) -> str:
         return self.address("http")
 
-    def address(self, door: str) -> str:
-        return next(line.split()[1] for line in self.lines if line.startswith(f"{door} "))
+    def address(self, endpoint: str) -> str:
+        return next(line.split()[1] for line in self.lines if line.startswith(f"{endpoint} "))
 
     def wait_up(self) -> Served:
         """Wait for the lines that say where it is served, and remember every process of it."""

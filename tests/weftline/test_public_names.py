@@ -1,4 +1,4 @@
-"""The front door: what `import weftline` gives, and what it costs."""
+"""What `import weftline` gives, and what it costs."""
 
 import statistics
 import subprocess

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weftline.engine.client.calls import ModelStats
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
-    from weftline.engine.serving.face import ModelState
+    from weftline.engine.serving.model_info import ModelState
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]
 Url = Annotated[str, typer.Option(metavar="ADDRESS", help="gRPC address of the server, or unix:PATH.")]

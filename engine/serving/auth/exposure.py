@@ -15,7 +15,7 @@ SOURCE = "weftline serve"
 
 
 def check_exposure(config: ServeConfig, source: str = SOURCE) -> None:
-    """Raise PipelineError, with every problem, when a door is open wider than it is guarded.
+    """Raise PipelineError, with every problem, when an address is more exposed than it is protected.
 
     source: what the problems are said of: a configuration file, or the command.
     """

@@ -27,7 +27,7 @@ TRACEBACK_CHARS_MAX = 16000
 TRACEBACKS_PER_S, TRACEBACKS_BURST = 0.5, 10.0
 """How many tracebacks of failed requests are logged: a request that always fails must not flood the log."""
 
-FIELDS = ("request", "model", "version", "caller", "door", "status", "ms")
+FIELDS = ("request", "model", "version", "caller", "protocol", "status", "ms")
 """What a line about a request says beside its message, in this order."""
 
 _WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
@@ -94,7 +94,7 @@ class RequestLog:
         level = _LEVELS.get(record.status, logging.INFO)
         if not _requests.isEnabledFor(level):
             return
-        fields = (record.ask.id, record.model, record.version, record.ask.caller, record.ask.door, record.status)
+        fields = (record.ask.id, record.model, record.version, record.ask.caller, record.ask.protocol, record.status)
         extra = {"fields": (*fields, round(record.total_ms, 3)), "traceback": self._traceback(record)}
         _requests.log(level, "%s", record.error if failed and record.error else "request", extra=extra)
 

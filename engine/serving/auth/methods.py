@@ -1,7 +1,7 @@
 """Table of all methods and routes with the right each requires.
 
 gRPC methods stand under their full names, HTTP routes as `HTTP <method> <template>`. Tests compare the table with the
-descriptors of the gRPC services and with the routes of the HTTP door, so that none can be served and forgotten here.
+descriptors of the gRPC services and with the routes of the HTTP server, so that none can be served and forgotten here.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeConfig
-from weftline.engine.serving.face import ModelFace, ModelState
+from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.errors import LimitReached, PipelineError, RequestCancelled, StepError, WeftlineError
 
 ARENA = 0
@@ -78,7 +78,7 @@ class Catalog(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """All models with their states, and the metadata of those that serve; sent on every change."""
 
     index: tuple[ModelState, ...]
-    faces: tuple[ModelFace, ...]
+    infos: tuple[ModelInfo, ...]
 
 
 class SessionStats(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -21,11 +21,11 @@ import msgspec
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
 from weftline.engine.result import StreamedOutput, owned
 from weftline.engine.serving.backend import Answer, Ask
-from weftline.engine.serving.face import ModelFace, ModelState
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
 from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, unpack_value, unpack_values
 from weftline.engine.serving.frontend.transport import FrontendTransport
+from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import LimitReached, SessionClosed, UnknownModel
 from weftline.shm.arena import HostArena
@@ -68,7 +68,7 @@ class RemoteBackend:
         self._commands: dict[int, asyncio.Future[msg.CommandDone]] = {}
         self._index: tuple[ModelState, ...] = ()
         self._states: dict[str, ModelState] = {}
-        self._faces: dict[str, ModelFace] = {}
+        self._infos: dict[str, ModelInfo] = {}
         self._stats: dict[str, dict[str, Any]] = {}
         self._has_catalog = asyncio.Event()
 
@@ -91,15 +91,15 @@ class RemoteBackend:
     def index(self) -> tuple[ModelState, ...]:
         return self._index
 
-    def face(self, model: str, version: str = "") -> ModelFace:
+    def info(self, model: str, version: str = "") -> ModelInfo:
         if model not in self._states:
             raise UnknownModel(f"no model is called {model!r:.140}")
-        face = self._faces.get(model)
-        if face is None:
+        info = self._infos.get(model)
+        if info is None:
             raise SessionClosed(f"model {model} is not ready")
-        if version and version != str(face.version):
-            raise UnknownModel(f"model {model} has no version {version!r:.40}; version {face.version} serves")
-        return face
+        if version and version != str(info.version):
+            raise UnknownModel(f"model {model} has no version {version!r:.40}; version {info.version} serves")
+        return info
 
     async def ask(self, ask: Ask) -> Answer:
         number = next(self._ids)
@@ -223,7 +223,7 @@ class RemoteBackend:
         elif isinstance(message, msg.Catalog):
             self._index = message.index
             self._states = {state.name: state for state in message.index}
-            self._faces = {face.name: face for face in message.faces}
+            self._infos = {info.name: info for info in message.infos}
             self._has_catalog.set()
         elif isinstance(message, msg.SessionStats):
             self._stats = message.models

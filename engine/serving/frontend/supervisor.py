@@ -391,11 +391,11 @@ async def _wait_all(supervisors: list[FrontendSupervisor], grace_s: float) -> No
 
 def _catalog(backend: Backend) -> msg.Catalog:
     index = backend.index()
-    faces = []
+    infos = []
     for state in index:
         with contextlib.suppress(SessionClosed):
-            faces.append(backend.face(state.name))
-    return msg.Catalog(index, tuple(faces))
+            infos.append(backend.info(state.name))
+    return msg.Catalog(index, tuple(infos))
 
 
 def _session_stats(backend: Backend) -> bytes:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.backend import Answer, Backend
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
-from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.grpc.service import CallContext
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse
 from weftline.engine.serving.v2.protobuf import parse_request, response_bytes
@@ -47,28 +47,28 @@ class Inference:
         """Run a ModelInferRequest and return its ModelInferResponse, both encoded."""
         with self.held(len(data)):
             request = parse_request(data, self.limits)
-            face, parsed = await self.parse(request, call, len(data))
-            return await self.run(request, face, parsed, call, response_bytes)
+            info, parsed = await self.parse(request, call, len(data))
+            return await self.run(request, info, parsed, call, response_bytes)
 
     def held(self, size_bytes: int) -> AbstractContextManager[None]:
         """Count a received message against the budget; LimitReached if it is exceeded."""
         return self.inflight.held_now(size_bytes) if size_bytes > FREE_BYTES else nullcontext()
 
-    async def parse(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelFace, ParsedRequest]:
+    async def parse(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelInfo, ParsedRequest]:
         """Authorise a request for its model and regions, and convert it to backend requests."""
         call.caller.check(request.model)
         call.caller.check_regions(request)
-        face = self.backend.face(request.model, request.version)
+        info = self.backend.info(request.model, request.version)
         if size_bytes > INLINE_BYTES or any(one.region is not None for one in request.inputs):
-            request = await self.json.elements(request, face, self.limits, self.regions)
-        return face, to_asks(
+            request = await self.json.elements(request, info, self.limits, self.regions)
+        return info, to_asks(
             request,
-            face,
+            info,
             self.limits,
             self.regions,
             deadline_ms=call.deadline_ms,
             caller=call.caller.name,
-            door=call.door,
+            protocol=call.protocol,
             traceparent=call.parent,
             size_bytes=size_bytes,
         )
@@ -76,7 +76,7 @@ class Inference:
     async def run(
         self,
         request: InferRequest,
-        face: ModelFace,
+        info: ModelInfo,
         parsed: ParsedRequest,
         call: CallContext,
         encode: Callable[[InferResponse], bytes],
@@ -93,7 +93,7 @@ class Inference:
             if wait_writable is not None:
                 await wait_writable()
             call.span = answers[0].traceparent
-            response = encode(to_response(request, face, answers, parsed.batch, self.regions))
+            response = encode(to_response(request, info, answers, parsed.batch, self.regions))
         finally:
             for answer in answers:
                 answer.release()

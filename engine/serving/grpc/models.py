@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.face import ModelFace, ModelState
 from weftline.engine.serving.grpc.protos import CONFIG, V2
 from weftline.engine.serving.grpc.service import CALLER, Unary
 from weftline.engine.serving.identity import NAME
 from weftline.engine.serving.lifecycle import DrainSwitch
+from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.statistics import ModelFigures, Spent
 from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
@@ -62,13 +62,13 @@ class GrpcModels:
             "RepositoryModelUnload": self.repository_model_unload,
         }
 
-    def known(self, name: str) -> ModelFace:
+    def known(self, name: str) -> ModelInfo:
         """Return the metadata of a model.
 
         UnknownModel, AccessDenied or SessionClosed if the caller cannot use it.
         """
         CALLER.get().check(name)
-        return self._backend.face(name)
+        return self._backend.info(name)
 
     # the server
 
@@ -89,15 +89,15 @@ class GrpcModels:
         return V2.ModelReadyResponse(ready=ready)
 
     async def model_metadata(self, request: Any) -> Any:
-        return _metadata_response(self._face(request))
+        return _metadata_response(self._info(request))
 
     async def model_config(self, request: Any) -> Any:
-        return V2.ModelConfigResponse(config=_model_config(self._face(request)))
+        return V2.ModelConfigResponse(config=_model_config(self._info(request)))
 
     async def model_statistics(self, request: Any) -> Any:
         if request.name:
-            face = self._face(request)
-            versions = {face.name: face.version}
+            info = self._info(request)
+            versions = {info.name: info.version}
         else:
             versions = {one.name: one.version for one in self._seen() if one.version > 0}
         return _statistics_response(await self._figures(versions))
@@ -133,9 +133,9 @@ class GrpcModels:
 
     # inside
 
-    def _face(self, request: Any) -> ModelFace:
+    def _info(self, request: Any) -> ModelInfo:
         CALLER.get().check(request.name)
-        return self._backend.face(request.name, request.version)
+        return self._backend.info(request.name, request.version)
 
     def _seen(self) -> list[ModelState]:
         caller = CALLER.get()
@@ -155,8 +155,8 @@ def _scrubbed(why: str) -> str:
 # messages
 
 
-def _metadata_response(face: ModelFace) -> Any:
-    meta = metadata_of(face)
+def _metadata_response(info: ModelInfo) -> Any:
+    meta = metadata_of(info)
     response = V2.ModelMetadataResponse(name=meta.name, versions=meta.versions, platform=meta.platform)
     for field, tensors in ((response.inputs, meta.inputs), (response.outputs, meta.outputs)):
         for one in tensors:
@@ -164,8 +164,8 @@ def _metadata_response(face: ModelFace) -> Any:
     return response
 
 
-def _model_config(face: ModelFace) -> Any:
-    return CONFIG.ModelConfig(**config_of(face))
+def _model_config(info: ModelInfo) -> Any:
+    return CONFIG.ModelConfig(**config_of(info))
 
 
 def _statistics_response(figures: Iterable[ModelFigures]) -> Any:

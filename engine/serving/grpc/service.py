@@ -33,14 +33,14 @@ Bidirectional = Callable[[AsyncIterator[Any]], AsyncGenerator[Any, None]]
 class CallContext:
     """Properties of the call of a request.
 
-    door:        'grpc' or 'grpc-stream', for metrics and logs.
+    protocol:        'grpc' or 'grpc-stream', for metrics and logs.
     deadline_ms: time left; None: no deadline.
     parent:      W3C trace context of the call; '' without one.
     span:        trace context of the last response's span, set by the service; '' if it was not traced.
     """
 
     caller: Caller
-    door: str
+    protocol: str
     deadline_ms: float | None = None
     parent: str = ""
     span: str = ""

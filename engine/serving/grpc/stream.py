@@ -27,10 +27,10 @@ from typing import Any
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.auth.gate import Caller
-from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.service import CallContext, StreamCall
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
 from weftline.engine.serving.v2.protobuf import parse_request, stream_response_bytes
@@ -180,58 +180,58 @@ class InferStream:
             await asyncio.wait({previous})
 
     async def _run(self, request: InferRequest, call: CallContext, size_bytes: int) -> None:
-        face, parsed = await self._inference.parse(request, call, size_bytes)
-        if len(parsed.asks) == 1 and _decoupled(request, face):
-            await self._run_decoupled(request, face, parsed)
+        info, parsed = await self._inference.parse(request, call, size_bytes)
+        if len(parsed.asks) == 1 and _decoupled(request, info):
+            await self._run_decoupled(request, info, parsed)
             return
-        response = await self._inference.run(request, face, parsed, call, _flagged_bytes, self._wait_writable)
+        response = await self._inference.run(request, info, parsed, call, _flagged_bytes, self._wait_writable)
         await self._write(response)
 
-    async def _run_decoupled(self, request: InferRequest, face: ModelFace, parsed: ParsedRequest) -> None:
+    async def _run_decoupled(self, request: InferRequest, info: ModelInfo, parsed: ParsedRequest) -> None:
         ask = parsed.asks[0]
         started_s = asyncio.get_running_loop().time()
-        open_outputs = set(ask.outputs if ask.outputs is not None else [port.name for port in face.outputs])
+        open_outputs = set(ask.outputs if ask.outputs is not None else [port.name for port in info.outputs])
         streamed: set[str] = set()
         last: StreamedOutput | None = None  # held back until the end of the request, which follows at once
         async with aclosing(self._inference.backend.stream(ask)) as chunks:
             async for chunk in chunks:
                 if not chunk.last:
                     streamed.add(chunk.output)
-                    await self._send(request, face, chunk)
+                    await self._send(request, info, chunk)
                     continue
                 open_outputs.discard(chunk.output)
                 if not open_outputs:
                     last = chunk
                 elif chunk.output not in streamed:
-                    await self._send(request, face, chunk)
+                    await self._send(request, info, chunk)
         if parsed.empty_final or last is None:
             if last is not None and last.output not in streamed:
-                await self._send(request, face, last)
-            await self._send(request, face, None, final=True)
+                await self._send(request, info, last)
+            await self._send(request, info, None, final=True)
         elif last.output in streamed:
-            await self._send(request, face, StreamedOutput(last.output, "", False), final=True)
+            await self._send(request, info, StreamedOutput(last.output, "", False), final=True)
         else:
-            await self._send(request, face, last, final=True)
+            await self._send(request, info, last, final=True)
         if self._inference.trace.active:
             ms = (asyncio.get_running_loop().time() - started_s) * 1000
             self._inference.trace.note(ask, (), ms)
 
     async def _send(
-        self, request: InferRequest, face: ModelFace, chunk: StreamedOutput | None, final: bool = False
+        self, request: InferRequest, info: ModelInfo, chunk: StreamedOutput | None, final: bool = False
     ) -> None:
         if chunk is None:
-            response = InferResponse(face.name, str(face.version), request.id, ())
+            response = InferResponse(info.name, str(info.version), request.id, ())
         else:
-            response = to_chunk_response(request, face, chunk, face.version)
+            response = to_chunk_response(request, info, chunk, info.version)
         await self._wait_writable()
         await self._write(_flagged_bytes(response, final))
 
 
-def _decoupled(request: InferRequest, face: ModelFace) -> bool:
+def _decoupled(request: InferRequest, info: ModelInfo) -> bool:
     wanted = [one.name for one in request.outputs]
     if any(one.region is not None for one in request.outputs):
         return False
-    return any(port.pieces and (not wanted or port.name in wanted) for port in face.outputs)
+    return any(port.pieces and (not wanted or port.name in wanted) for port in info.outputs)
 
 
 def _flagged_bytes(response: InferResponse, final: bool = True) -> bytes:

@@ -158,13 +158,13 @@ class GrpcStreamCall:
             raise asyncio.CancelledError from None
 
 
-def _call_context(context: Context, door: str) -> CallContext:
+def _call_context(context: Context, protocol: str) -> CallContext:
     left_s = context.time_remaining()
     parent = ""
     for key, value in context.invocation_metadata():
         if key == "traceparent":
             parent = value if isinstance(value, str) else ""
-    return CallContext(CALLER.get(), door, None if left_s is None else left_s * 1000, parent)
+    return CallContext(CALLER.get(), protocol, None if left_s is None else left_s * 1000, parent)
 
 
 def request_class(descriptor: MethodDescriptor) -> Any:

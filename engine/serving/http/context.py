@@ -14,11 +14,11 @@ from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import DrainSwitch
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.engine.serving.v2.metadata import server_ready
 from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
@@ -56,10 +56,10 @@ class HttpContext:
     logs: LogSettings
     now_s: Callable[[], float] = time.time
 
-    def face(self, request: Request, model: str, version: str = "") -> ModelFace:
+    def info(self, request: Request, model: str, version: str = "") -> ModelInfo:
         """Return the metadata of a model that the caller may use; AccessDenied also for an unknown one."""
         caller_of(request).check(model)
-        return self.backend.face(model, version)
+        return self.backend.info(model, version)
 
     def ready(self) -> bool:
         """Return True while new work is accepted and no model has failed, as the gRPC server does."""
@@ -110,7 +110,7 @@ def ask_for(
         -(priority or 0),
         id=id_of(request),
         caller=caller_of(request).name,
-        door="http",
+        protocol="http",
         traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
         size_bytes=int(request.headers.get("content-length", "0") or 0),
     )

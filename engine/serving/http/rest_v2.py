@@ -11,7 +11,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.serving.backend import Answer, Ask
-from weftline.engine.serving.face import ModelFace
 from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs, response_body
 from weftline.engine.serving.http.body import body_of, json_object_of
 from weftline.engine.serving.http.connection import while_connected
@@ -20,6 +19,7 @@ from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.responses import JSON, json_response
 from weftline.engine.serving.identity import NAME, version
 from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.statistics import ModelFigures, Spent
 from weftline.engine.serving.v2.messages import InferRequest, check_name, check_version
@@ -91,7 +91,7 @@ class RestServer:
     async def trace(self, request: Request) -> ASGIApp:
         model = request.path_params.get("model", "")
         if model:
-            self._context.face(request, check_name(model))
+            self._context.info(request, check_name(model))
         if request.method == "POST":
             body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
             self._context.trace.set({name: _texts(name, value) for name, value in body.items()}, model)
@@ -116,7 +116,7 @@ class RestModels:
 
     async def metadata(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(_metadata(metadata_of(self._context.face(request, name, version))))
+        return json_response(_metadata(metadata_of(self._context.info(request, name, version))))
 
     async def ready(self, request: Request) -> ASGIApp:
         name, version = _named(request)
@@ -129,14 +129,14 @@ class RestModels:
 
     async def config(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(config_of(self._context.face(request, name, version)))
+        return json_response(config_of(self._context.info(request, name, version)))
 
     async def stats(self, request: Request) -> ASGIApp:
         """Of one model with its steps, or of all that the caller may see."""
         name, version = _named(request) if "model" in request.path_params else ("", "")
         if name:
-            face = self._context.face(request, name, version)
-            versions = {name: face.version}
+            info = self._context.info(request, name, version)
+            versions = {name: info.version}
         else:
             caller = caller_of(request)
             serving = {one.name: one.version for one in self._context.backend.index() if one.ready}
@@ -155,30 +155,30 @@ class Infer:
         limits = self._context.limits
         model = check_name(request.path_params["model"])
         version = check_version(request.path_params.get("version", ""))
-        face = self._context.face(request, model, version)
+        info = self._context.info(request, model, version)
         body = await body_of(request, limits.message_bytes_max)
         json, regions = self._context.json, self._context.shared_memory if self._context.shared_memory.enabled else None
         asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits)
         caller_of(request).check_regions(asking)
         asked = to_asks(
-            await json.elements(asking, face, limits, regions),
-            face,
+            await json.elements(asking, info, limits, regions),
+            info,
             limits,
             regions,
             deadline_ms=deadline_ms_of(request),
             caller=caller_of(request).name,
-            door="http",
+            protocol="http",
             traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
             size_bytes=len(body),
         )
-        return await while_connected(request.receive, self._answered(request, asking, asked, face, wanted))
+        return await while_connected(request.receive, self._answered(request, asking, asked, info, wanted))
 
     async def _answered(
-        self, request: Request, asking: InferRequest, asked: ParsedRequest, face: ModelFace, wanted: BinaryOutputs
+        self, request: Request, asking: InferRequest, asked: ParsedRequest, info: ModelInfo, wanted: BinaryOutputs
     ) -> Response:
         answers = await gather_or_cancel([self._ask(one) for one in asked.asks], Answer.release)
         try:
-            response = to_response(asking, face, answers, asked.batch, self._context.shared_memory)
+            response = to_response(asking, info, answers, asked.batch, self._context.shared_memory)
             body, length = response_body(response, wanted)
         finally:
             for answer in answers:

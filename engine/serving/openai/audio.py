@@ -29,7 +29,7 @@ class Transcriptions:
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
         body = TranscriptionBody.parse({name: text_field(form, name) for name in FIELDS})
-        ports = speech_ports(self._context.face(request, body.model))
+        ports = speech_ports(self._context.info(request, body.model))
         inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
         _check_lists(form)
         ask = ask_for(request, body.model, inputs, [ports.output])

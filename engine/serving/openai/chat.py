@@ -60,7 +60,7 @@ class Chat:
         return json_response(completion(asked, head, outputs))
 
     def _asked(self, request: Request, body: ChatBody) -> ChatRequest:
-        ports = chat_ports(self._context.face(request, body.model))
+        ports = chat_ports(self._context.info(request, body.model))
         inputs = chat_inputs(body, ports)
         sampling = body.sampling()
         if ports.sampling is None:

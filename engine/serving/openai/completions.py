@@ -63,7 +63,7 @@ class Completions:
         return json_response(completion(asked, head, answers))
 
     def _asked(self, request: Request, body: CompletionBody) -> CompletionRequest:
-        ports = completion_ports(self._context.face(request, body.model))
+        ports = completion_ports(self._context.info(request, body.model))
         sampling = body.sampling()
         if ports.sampling is None:
             body.check_no_sampling(sampling)

@@ -27,7 +27,7 @@ class Embeddings:
     async def create(self, request: Request) -> ASGIApp:
         fields = await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
         body = EmbeddingBody.parse(fields, texts_max=self._context.limits.batch_max)
-        ports = embedding_ports(self._context.face(request, body.model))
+        ports = embedding_ports(self._context.info(request, body.model))
         fixed = {ports.tenant: caller_of(request).name} if ports.tenant and caller_of(request).name else {}
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [ask_for(request, body.model, {ports.prompt: one} | fixed, wanted, body.priority) for one in body.input]

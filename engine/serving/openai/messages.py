@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.face import PortFace
 from weftline.engine.serving.http.errors import HttpError, unsupported
+from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.ports import ChatPorts
 
@@ -149,7 +149,7 @@ def recording_of(part: Mapping[str, Any], where: str) -> bytes:
     return _decoded(data, f"{where}.input_audio.data")
 
 
-def media_inputs(found: Sequence[bytes], ports: Sequence[PortFace], what: str) -> dict[str, Any]:
+def media_inputs(found: Sequence[bytes], ports: Sequence[PortInfo], what: str) -> dict[str, Any]:
     """Assign pictures or recordings to input ports in order; the first list port gets all that remain."""
     inputs: dict[str, Any] = {}
     rest = list(found)

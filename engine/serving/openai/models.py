@@ -24,7 +24,7 @@ class OpenAiModels:
         return json_response({"object": "list", "data": [self._model(name) for name in ready]})
 
     async def get(self, request: Request) -> ASGIApp:
-        return json_response(self._model(self._context.face(request, request.path_params["model"]).name))
+        return json_response(self._model(self._context.info(request, request.path_params["model"]).name))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "weftline"}

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 
 OWN_MEANING = ("adapter", "tenant", "language")
 """Text inputs that are never what the user says."""
@@ -33,8 +33,8 @@ class ChatPorts:
     output: str
     messages: str | None
     prompt: str | None
-    images: tuple[PortFace, ...]
-    audio: tuple[PortFace, ...]
+    images: tuple[PortInfo, ...]
+    audio: tuple[PortInfo, ...]
     sampling: str | None
     tools: str | None
     tenant: str | None
@@ -65,70 +65,70 @@ class SpeechPorts:
     prompt: str | None
 
 
-def chat_ports(face: ModelFace) -> ChatPorts:
+def chat_ports(info: ModelInfo) -> ChatPorts:
     """Return the ports for a conversation; HttpError if the model cannot chat."""
     task = "chat"
-    images, audio = _media(face, "image"), _media(face, "audio")
-    messages, prompt = _input(face, "messages", "json"), _text_input(face)
+    images, audio = _media(info, "image"), _media(info, "audio")
+    messages, prompt = _input(info, "messages", "json"), _text_input(info)
     if messages is None and prompt is None and not audio:
-        raise _cannot(face, task, "it has no input `messages` (json), and no text or audio input instead")
+        raise _cannot(info, task, "it has no input `messages` (json), and no text or audio input instead")
     fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
-    _check_rest(face, task, fed)
+    _check_rest(info, task, fed)
     return ChatPorts(
-        _text_output(face, task, ("text", "answer")),
+        _text_output(info, task, ("text", "answer")),
         messages,
         prompt,
         images,
         audio,
-        _input(face, "sampling", "json"),
-        _input(face, "tools", "json"),
-        _input(face, "tenant", "text"),
-        _output(face, "usage", "json"),
-        _output(face, "answers", "json"),
-        _output(face, "tool_calls", "json"),
+        _input(info, "sampling", "json"),
+        _input(info, "tools", "json"),
+        _input(info, "tenant", "text"),
+        _output(info, "usage", "json"),
+        _output(info, "answers", "json"),
+        _output(info, "tool_calls", "json"),
     )
 
 
-def completion_ports(face: ModelFace) -> TextPorts:
+def completion_ports(info: ModelInfo) -> TextPorts:
     """Return the ports for a plain prompt; HttpError if the model cannot complete text."""
-    return _text_ports(face, "complete text", _text_output(face, "complete text", ("text", "answer")))
+    return _text_ports(info, "complete text", _text_output(info, "complete text", ("text", "answer")))
 
 
-def embedding_ports(face: ModelFace) -> TextPorts:
+def embedding_ports(info: ModelInfo) -> TextPorts:
     """Return the ports for texts to embed; HttpError if the model has no embedding."""
-    return _text_ports(face, "embed", _vector_output(face))
+    return _text_ports(info, "embed", _vector_output(info))
 
 
-def speech_ports(face: ModelFace) -> SpeechPorts:
+def speech_ports(info: ModelInfo) -> SpeechPorts:
     """Return the ports for a recording; HttpError if the model cannot transcribe."""
     task = "transcribe"
-    audio = [one.name for one in face.inputs if one.type == "audio"]
+    audio = [one.name for one in info.inputs if one.type == "audio"]
     if len(audio) != 1:
-        raise _cannot(face, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
-    language, prompt = _input(face, "language", "text"), _input(face, "prompt", "text")
-    _check_rest(face, task, {audio[0], language, prompt})
-    return SpeechPorts(audio[0], _text_output(face, task, ("text", "transcript", "answer")), language, prompt)
+        raise _cannot(info, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
+    language, prompt = _input(info, "language", "text"), _input(info, "prompt", "text")
+    _check_rest(info, task, {audio[0], language, prompt})
+    return SpeechPorts(audio[0], _text_output(info, task, ("text", "transcript", "answer")), language, prompt)
 
 
-def _text_ports(face: ModelFace, task: str, output: str) -> TextPorts:
-    prompt = _text_input(face)
+def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
+    prompt = _text_input(info)
     if prompt is None:
-        raise _cannot(face, task, "it has no text input `prompt`, and no other that is its only one")
-    _check_rest(face, task, {prompt, "sampling", "tenant"})
+        raise _cannot(info, task, "it has no text input `prompt`, and no other that is its only one")
+    _check_rest(info, task, {prompt, "sampling", "tenant"})
     return TextPorts(
         prompt,
         output,
-        _input(face, "sampling", "json"),
-        _input(face, "tenant", "text"),
-        _output(face, "usage", "json"),
-        _output(face, "answers", "json"),
+        _input(info, "sampling", "json"),
+        _input(info, "tenant", "text"),
+        _output(info, "usage", "json"),
+        _output(info, "answers", "json"),
     )
 
 
-def _text_input(face: ModelFace) -> str | None:
-    if _input(face, "prompt", "text"):
+def _text_input(info: ModelInfo) -> str | None:
+    if _input(info, "prompt", "text"):
         return "prompt"
-    texts = [one for one in face.inputs if one.type == "text" and one.name not in OWN_MEANING]
+    texts = [one for one in info.inputs if one.type == "text" and one.name not in OWN_MEANING]
     needed = [one for one in texts if not one.optional]
     for some in (needed, texts):
         if len(some) == 1:
@@ -136,55 +136,55 @@ def _text_input(face: ModelFace) -> str | None:
     return None
 
 
-def _text_output(face: ModelFace, task: str, names: tuple[str, ...]) -> str:
-    texts = [one.name for one in face.outputs if one.type == "text"]
+def _text_output(info: ModelInfo, task: str, names: tuple[str, ...]) -> str:
+    texts = [one.name for one in info.outputs if one.type == "text"]
     for name in names:
         if name in texts:
             return name
     if len(texts) == 1:
         return texts[0]
     found = f"its text outputs are {', '.join(texts)}, and none is called" if texts else "it has no text output called"
-    raise _cannot(face, task, f"{found} {' or '.join(names)}")
+    raise _cannot(info, task, f"{found} {' or '.join(names)}")
 
 
-def _vector_output(face: ModelFace) -> str:
-    vectors = [one.name for one in face.outputs if _is_vector(one)]
+def _vector_output(info: ModelInfo) -> str:
+    vectors = [one.name for one in info.outputs if _is_vector(one)]
     if "embedding" in vectors:
         return "embedding"
     if len(vectors) != 1:
         found = ", ".join(vectors) or "none"
-        raise _cannot(face, "embed", f"its float vectors are {found}; one is needed, or one called `embedding`")
+        raise _cannot(info, "embed", f"its float vectors are {found}; one is needed, or one called `embedding`")
     return vectors[0]
 
 
-def _is_vector(port: PortFace) -> bool:
+def _is_vector(port: PortInfo) -> bool:
     type = port.port_type
     if type.kind != "tensor" or not (type.dtype or "").startswith("float"):
         return False
     return type.dims is not None and len(type.dims) == 1
 
 
-def _media(face: ModelFace, kind: str) -> tuple[PortFace, ...]:
-    return tuple(one for one in face.inputs if one.type in (kind, f"list[{kind}]"))
+def _media(info: ModelInfo, kind: str) -> tuple[PortInfo, ...]:
+    return tuple(one for one in info.inputs if one.type in (kind, f"list[{kind}]"))
 
 
-def _input(face: ModelFace, name: str, type: str) -> str | None:
-    port = face.input(name)
+def _input(info: ModelInfo, name: str, type: str) -> str | None:
+    port = info.input(name)
     return name if port is not None and port.type == type else None
 
 
-def _output(face: ModelFace, name: str, type: str) -> str | None:
-    port = face.output(name)
+def _output(info: ModelInfo, name: str, type: str) -> str | None:
+    port = info.output(name)
     return name if port is not None and port.type == type else None
 
 
-def _check_rest(face: ModelFace, task: str, fed: Iterable[str | None]) -> None:
+def _check_rest(info: ModelInfo, task: str, fed: Iterable[str | None]) -> None:
     known = set(fed)
-    rest = [one for one in face.inputs if one.name not in known and not one.optional]
+    rest = [one for one in info.inputs if one.name not in known and not one.optional]
     if rest:
         named = ", ".join(f"{one.name} ({one.type})" for one in rest)
-        raise _cannot(face, task, f"nothing in such a request could be its input {named}")
+        raise _cannot(info, task, f"nothing in such a request could be its input {named}")
 
 
-def _cannot(face: ModelFace, task: str, why: str) -> HttpError:
-    return HttpError(f"model {face.name} cannot {task}: {why}", param="model")
+def _cannot(info: ModelInfo, task: str, why: str) -> HttpError:
+    return HttpError(f"model {info.name} cannot {task}: {why}", param="model")

@@ -1,7 +1,7 @@
 """v2 metadata, configuration and readiness of models.
 
     ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
-    config_of(face)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
+    config_of(info)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
 
 A port with several representations (`datatypes.py`) is described by one of them: an image, a recording or json by BYTES
 [1] for inputs, and by the representation in responses for outputs. `tensor` and `any` without a dtype are described as
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.face import NOT_LOADED, UNAVAILABLE, ModelFace, ModelState, PortFace
+from weftline.engine.serving.model_info import NOT_LOADED, UNAVAILABLE, ModelInfo, ModelState, PortInfo
 from weftline.engine.serving.v2.datatypes import BYTES, Numbers, form_of
 
 PLATFORM = "weftline"
@@ -45,47 +45,47 @@ class ModelMetadata:
     outputs: tuple[TensorMetadata, ...]
 
 
-def metadata_of(face: ModelFace) -> ModelMetadata:
+def metadata_of(info: ModelInfo) -> ModelMetadata:
     """Return the v2 metadata of a model."""
-    inputs = tuple(_tensor(port, False) for port in face.inputs)
-    outputs = tuple(_tensor(port, True) for port in face.outputs)
-    return ModelMetadata(face.name, (str(face.version),), PLATFORM, inputs, outputs)
+    inputs = tuple(_tensor(port, False) for port in info.inputs)
+    outputs = tuple(_tensor(port, True) for port in info.outputs)
+    return ModelMetadata(info.name, (str(info.version),), PLATFORM, inputs, outputs)
 
 
-def config_of(face: ModelFace) -> dict[str, Any]:
+def config_of(info: ModelInfo) -> dict[str, Any]:
     """Return the configuration of a model with Triton's keys.
 
     max_batch_size is 0: a request's shapes are whole shapes, and batching is across requests. A model that streams is
     decoupled; unlike Triton's, it also supports ModelInfer, with whole outputs.
     """
-    meta = metadata_of(face)
+    meta = metadata_of(info)
     config: dict[str, Any] = {
-        "name": face.name,
+        "name": info.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,
         "input": [
-            _port(tensor) | {"optional": port.optional} for tensor, port in zip(meta.inputs, face.inputs, strict=True)
+            _port(tensor) | {"optional": port.optional} for tensor, port in zip(meta.inputs, info.inputs, strict=True)
         ],
         "output": [_port(tensor) for tensor in meta.outputs],
-        "model_transaction_policy": {"decoupled": face.streams},
-        "parameters": {key: {"string_value": value} for key, value in _parameters(face).items()},
+        "model_transaction_policy": {"decoupled": info.streams},
+        "parameters": {key: {"string_value": value} for key, value in _parameters(info).items()},
     }
-    if face.stateful:
+    if info.stateful:
         config["sequence_batching"] = {"direct": {}}
     return config
 
 
-def _parameters(face: ModelFace) -> dict[str, str]:
-    types = {f"{INPUT}{port.name}": port.type for port in face.inputs}
-    types |= {f"{OUTPUT}{port.name}": port.type for port in face.outputs}
-    types |= {f"{PIECES}{port.name}": "true" for port in face.outputs if port.pieces}
+def _parameters(info: ModelInfo) -> dict[str, str]:
+    types = {f"{INPUT}{port.name}": port.type for port in info.inputs}
+    types |= {f"{OUTPUT}{port.name}": port.type for port in info.outputs}
+    types |= {f"{PIECES}{port.name}": "true" for port in info.outputs if port.pieces}
     more = {
-        "about": face.about,
-        "steps": ",".join(face.steps),
-        "request_bytes_max": str(face.request_bytes_max),
-        "deadline_ms": "" if face.deadline_ms is None else f"{face.deadline_ms:g}",
+        "about": info.about,
+        "steps": ",".join(info.steps),
+        "request_bytes_max": str(info.request_bytes_max),
+        "deadline_ms": "" if info.deadline_ms is None else f"{info.deadline_ms:g}",
     }
     return types | {key: value for key, value in more.items() if value}
 
@@ -95,7 +95,7 @@ def _port(tensor: TensorMetadata) -> dict[str, Any]:
     return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": list(tensor.shape)}
 
 
-def _tensor(port: PortFace, out: bool) -> TensorMetadata:
+def _tensor(port: PortInfo, out: bool) -> TensorMetadata:
     form = form_of(port.type)
     dense = form.element == "" or (out and form.numbers is not None and port.type in _DENSE_OUT)
     dense = dense or (out and form.listed and form.numbers is not None)

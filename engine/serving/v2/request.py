@@ -36,7 +36,7 @@ from weftline.engine.protocol.packed import Packed, PendingTensor
 from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import (
     BYTES,
@@ -78,33 +78,33 @@ class ParsedRequest:
 
 def to_asks(
     request: InferRequest,
-    face: ModelFace,
+    info: ModelInfo,
     limits: ServeLimits,
     regions: Regions | None = None,
     *,
     deadline_ms: float | None = None,
     caller: str = "",
-    door: str = "",
+    protocol: str = "",
     traceparent: str = "",
     size_bytes: int = 0,
 ) -> ParsedRequest:
     """Convert a request; InputError if it is invalid, LimitReached if it exceeds a total.
 
-    face:        metadata of the request's model.
+    info:        metadata of the request's model.
     regions:     registered shared memory; None: not available.
     deadline_ms: time left of the call; the request's own `timeout` may be shorter.
     The other arguments are copied into every Ask.
     """
-    ports = check_request(request, face, limits)
+    ports = check_request(request, info, limits)
     parameters = read_parameters(request.parameters, deadline_ms)
-    outputs = _outputs(request.outputs, face, regions)
+    outputs = _outputs(request.outputs, info, regions)
     inputs = _inputs(request, ports, limits, regions)
     batch = _batch(inputs, limits)
     if batch is not None and batch > 1 and parameters.sequence is not None:
         raise InputError(f"found a batch of {batch} in a sequence, expected one item at a time")
     asks = [
         Ask(
-            face.name,
+            info.name,
             {name: one.value_at(place) for name, one in inputs.items()},
             outputs,
             parameters.deadline_ms,
@@ -113,7 +113,7 @@ def to_asks(
             request.version,
             request.id,
             caller,
-            door,
+            protocol,
             traceparent,
             size_bytes if place <= 0 else 0,  # one message, counted once
             parameters.job,
@@ -124,18 +124,18 @@ def to_asks(
     return ParsedRequest(tuple(asks), batch, parameters.empty_final)
 
 
-def check_request(request: InferRequest, face: ModelFace, limits: ServeLimits) -> Mapping[str, PortFace]:
+def check_request(request: InferRequest, info: ModelInfo, limits: ServeLimits) -> Mapping[str, PortInfo]:
     """Check names, counts and the bytes in regions, before any tensor is read; errors as `to_asks`.
 
     Returns the model's input ports by name.
     """
-    _check_counts(request, face, limits)
+    _check_counts(request, info, limits)
     names = [one.name for one in request.inputs]
-    ports = {port.name: port for port in face.inputs}
+    ports = {port.name: port for port in info.inputs}
     _check_names("input", names, ports, [name for name, port in ports.items() if not port.optional])
     size_bytes = sum(one.region.size_bytes for one in request.inputs if one.region is not None)
-    if size_bytes > face.request_bytes_max:
-        raise LimitReached(f"the inputs take {size_bytes} bytes; limits.request_bytes_max is {face.request_bytes_max}")
+    if size_bytes > info.request_bytes_max:
+        raise LimitReached(f"the inputs take {size_bytes} bytes; limits.request_bytes_max is {info.request_bytes_max}")
     return ports
 
 
@@ -153,9 +153,9 @@ def tensor_bytes(tensor: Tensor, regions: Regions | None) -> bytes | bytearray |
 # names, counts and batch size
 
 
-def _check_counts(request: InferRequest, face: ModelFace, limits: ServeLimits) -> None:
+def _check_counts(request: InferRequest, info: ModelInfo, limits: ServeLimits) -> None:
     """Check names and counts, before any tensor."""
-    if request.model != face.name:
+    if request.model != info.name:
         raise InputError("the request names another model than the one it was sent to")
     check_version(request.version)
     if len(request.id) > ID_CHARS_MAX:
@@ -165,12 +165,12 @@ def _check_counts(request: InferRequest, face: ModelFace, limits: ServeLimits) -
             raise InputError(f"found {count} {what}, expected at most {limits.tensors_max}")
 
 
-def _outputs(wanted: Sequence[WantedOutput], face: ModelFace, regions: Regions | None) -> tuple[str, ...] | None:
+def _outputs(wanted: Sequence[WantedOutput], info: ModelInfo, regions: Regions | None) -> tuple[str, ...] | None:
     """Return the names of the selected outputs, None for all."""
     if not wanted:
         return None
     names = tuple(one.name for one in wanted)
-    _check_names("output", names, [port.name for port in face.outputs])
+    _check_names("output", names, [port.name for port in info.outputs])
     for one in wanted:
         check_sizes(one.parameters, f"output {one.name}")
         if one.parameters.get("classification", 0) != 0:
@@ -183,7 +183,7 @@ def _outputs(wanted: Sequence[WantedOutput], face: ModelFace, regions: Regions |
 
 
 def _inputs(
-    request: InferRequest, ports: Mapping[str, PortFace], limits: ServeLimits, regions: Regions | None
+    request: InferRequest, ports: Mapping[str, PortInfo], limits: ServeLimits, regions: Regions | None
 ) -> dict[str, _Input]:
     for one in request.inputs:
         if one.parameters:
@@ -241,7 +241,7 @@ class _Input:
         return "has " + " or ".join(readings)
 
 
-def _input(tensor: Tensor, port: PortFace, limits: ServeLimits, regions: Regions | None) -> _Input:
+def _input(tensor: Tensor, port: PortInfo, limits: ServeLimits, regions: Regions | None) -> _Input:
     """Validate a tensor against `port`; InputError names the input."""
     form = form_of(port.type)
     try:
@@ -260,7 +260,7 @@ def _input(tensor: Tensor, port: PortFace, limits: ServeLimits, regions: Regions
 
 
 def _bytes_input(
-    tensor: Tensor, form: ValueForm, port: PortFace, limits: ServeLimits, regions: Regions | None
+    tensor: Tensor, form: ValueForm, port: PortInfo, limits: ServeLimits, regions: Regions | None
 ) -> _Input:
     shape = tensor.shape
     count = byte_size("uint8", shape)
@@ -300,7 +300,7 @@ def _bytes_input(
 
 
 def _dense_input(
-    tensor: Tensor, numbers: Numbers, port: PortFace, limits: ServeLimits, regions: Regions | None
+    tensor: Tensor, numbers: Numbers, port: PortInfo, limits: ServeLimits, regions: Regions | None
 ) -> _Input:
     shape, datatype = tensor.shape, tensor.datatype
     size = byte_size(DTYPES[datatype], shape)

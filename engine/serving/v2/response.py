@@ -26,7 +26,7 @@ import numpy as np
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
 from weftline.engine.serving.v2.elements import encode_elements
@@ -43,7 +43,7 @@ JSON_ELEMENTS_MAX = 1 << 20
 
 
 def to_response(
-    request: InferRequest, face: ModelFace, answers: Sequence[Answer], batch: int | None, regions: Regions | None = None
+    request: InferRequest, info: ModelInfo, answers: Sequence[Answer], batch: int | None, regions: Regions | None = None
 ) -> InferResponse:
     """Convert the answers of a request; encode the result before any of them is released.
 
@@ -52,38 +52,38 @@ def to_response(
 
     InputError if outputs of a batch differ in shape, or if one does not fit into its region.
     """
-    wanted = request.outputs or [WantedOutput(port.name) for port in face.outputs]
+    wanted = request.outputs or [WantedOutput(port.name) for port in info.outputs]
     tensors = []
     for one in wanted:
-        port = _port(face, one.name)
+        port = _port(info, one.name)
         if batch is None:
             tensor = _tensor(port, answers[0].outputs.get(one.name))
         else:
             tensor = _concatenated(port, [_tensor(port, answer.outputs.get(one.name)) for answer in answers])
         tensors.append(tensor if one.region is None else _write_to_region(tensor, one.region, regions))
-    return InferResponse(face.name, str(answers[0].version), request.id, tuple(tensors))
+    return InferResponse(info.name, str(answers[0].version), request.id, tuple(tensors))
 
 
 def to_chunk_response(
-    request: InferRequest, face: ModelFace, chunk: StreamedOutput, version: int, regions: Regions | None = None
+    request: InferRequest, info: ModelInfo, chunk: StreamedOutput, version: int, regions: Regions | None = None
 ) -> InferResponse:
     """Convert one chunk of a stream; only whole outputs are written to regions."""
-    port = _port(face, chunk.output)
+    port = _port(info, chunk.output)
     tensor = _tensor(port, chunk.value)
     region = next((one.region for one in request.outputs if one.name == chunk.output), None)
     if region is not None and chunk.last:
         tensor = _write_to_region(tensor, region, regions)
-    return InferResponse(face.name, str(version), request.id, (tensor,))
+    return InferResponse(info.name, str(version), request.id, (tensor,))
 
 
-def _port(face: ModelFace, name: str) -> PortFace:
-    port = face.output(name)
+def _port(info: ModelInfo, name: str) -> PortInfo:
+    port = info.output(name)
     if port is None:
         raise InputError(f"no output is called {name!r:.80}")
     return port
 
 
-def _tensor(port: PortFace, value: Any) -> Tensor:
+def _tensor(port: PortInfo, value: Any) -> Tensor:
     """Convert one output of one item."""
     name, kind = port.name, port.type
     if value.__class__ is np.ndarray:
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"no json for a value of type {type(value).__name__}")
 
 
-def _concatenated(port: PortFace, tensors: list[Tensor]) -> Tensor:
+def _concatenated(port: PortInfo, tensors: list[Tensor]) -> Tensor:
     """Concatenate one output of all items of a batch, with the batch size in front."""
     first, count = tensors[0], len(tensors)
     if len({(one.datatype, one.shape, bool(one.parameters)) for one in tensors}) > 1:

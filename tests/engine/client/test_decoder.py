@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.client.faces import came_back, description_of
+from tests.engine.client.model_infos import came_back, description_of
 from tests.engine.client.test_encoder import DTYPES, FOUND
 from weftline.engine.client.decoder import STATUS, InvalidResponse, StreamDecoder, value_of
 from weftline.engine.client.model import DescribedPort
 from weftline.engine.client.steps import Refused
 from weftline.engine.result import StreamedOutput
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Tensor
 from weftline.engine.serving.v2.protobuf import stream_response_bytes
 from weftline.engine.serving.v2.response import to_chunk_response
@@ -126,7 +126,7 @@ def test_whatever_a_server_sends_is_a_value_or_garbled(datatype: str, shape: lis
         pass
 
 
-FACE = ModelFace("m", 2, (), (PortFace("text", "text", pieces=True), PortFace("facts", "json")))
+FACE = ModelInfo("m", 2, (), (PortInfo("text", "text", pieces=True), PortInfo("facts", "json")))
 
 
 def response(output: str, value: Any, **parameters: Any) -> bytes:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.engine.client.faces import arrived
+from tests.engine.client.model_infos import arrived
 from weftline.engine.client.encoder import tensor_of
 from weftline.engine.client.model import DescribedPort
 from weftline.errors import InputError

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from tests.engine.client.faces import description_of
+from tests.engine.client.model_infos import description_of
 from weftline.engine.client.model import described
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.errors import InputError
 
 pb: Any = service_pb2
 config_pb: Any = model_config_pb2
 
-FACE = ModelFace(
-    "m", 7, (PortFace("a", "image"), PortFace("b", "list[text]", optional=True)), (PortFace("y", "text", pieces=True),)
+FACE = ModelInfo(
+    "m", 7, (PortInfo("a", "image"), PortInfo("b", "list[text]", optional=True)), (PortInfo("y", "text", pieces=True),)
 )
 
 

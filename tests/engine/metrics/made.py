@@ -26,8 +26,8 @@ def timing(step: str = "see", outcome: str = "ok", **more: Any) -> StepTiming:
 
 def record(model: str = "ocr", status: str = "OK", total_ms: float = 20.0, **more: Any) -> Record:
     """Return a request; keywords are of Record or of its Ask."""
-    of_ask = {key: more.pop(key) for key in ("door", "caller", "id", "traceparent", "size_bytes") if key in more}
-    of_ask["door"] = of_ask.get("door", "grpc")
+    of_ask = {key: more.pop(key) for key in ("protocol", "caller", "id", "traceparent", "size_bytes") if key in more}
+    of_ask["protocol"] = of_ask.get("protocol", "grpc")
     own = more.pop("own", "")
     ask = Ask(model, {}, **of_ask)
     version = more.pop("version", 1)

@@ -51,14 +51,14 @@ def test_what_a_backend_tells_becomes_series_and_spans(tmp_path: Path) -> None:
                 repository, served, observers=[metrics, tracing], begin=tracing.begin, metrics=metrics.render
             )
             await backend.open()
-            asked = Ask("shop", {"x": "a"}, door="grpc", caller="line-3", traceparent=f"00-{TRACE}-{SPAN}-01")
+            asked = Ask("shop", {"x": "a"}, protocol="grpc", caller="line-3", traceparent=f"00-{TRACE}-{SPAN}-01")
             with await backend.ask(asked) as answer:
                 own = answer.traceparent
             with pytest.raises(StepError):
-                await backend.ask(Ask("shop", {"x": "poison"}, door="grpc"))
+                await backend.ask(Ask("shop", {"x": "poison"}, protocol="grpc"))
             with pytest.raises(UnknownModel):
-                await backend.ask(Ask("../etc/passwd", {}, door="http"))
-            async for _ in backend.stream(Ask("words", {"text": "a"}, door="grpc-stream")):
+                await backend.ask(Ask("../etc/passwd", {}, protocol="http"))
+            async for _ in backend.stream(Ask("words", {"text": "a"}, protocol="grpc-stream")):
                 pass
             samples = read(metrics)
             assert await backend.metrics() != b""

@@ -120,10 +120,10 @@ def test_requests_that_end_during_a_scrape_are_all_counted() -> None:
 def test_series_stay_few_whatever_clients_ask_for() -> None:
     metrics = Metrics(lambda: {"ocr": FakeSession()})
     metrics(record(timings=(timing(),)))
-    metrics(record("../etc/passwd", "NOT_FOUND", version=0, door="x", caller="unknown"))
+    metrics(record("../etc/passwd", "NOT_FOUND", version=0, protocol="x", caller="unknown"))
     few = len(read(metrics))
     for at in range(500):
-        metrics(record(f"n{at}", "NOT_FOUND", version=0, door=f"d{at}", caller=f"c{at}", id=f"i{at}"))
+        metrics(record(f"n{at}", "NOT_FOUND", version=0, protocol=f"p{at}", caller=f"c{at}", id=f"i{at}"))
     assert len(read(metrics)) == few
 
 

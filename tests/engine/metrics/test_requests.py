@@ -22,11 +22,11 @@ def of(sums: RequestMetrics, one: Series) -> dict[tuple[str, ...], Any]:
     }
 
 
-def test_requests_count_by_model_door_and_status() -> None:
+def test_requests_count_by_model_protocol_and_status() -> None:
     sums = RequestMetrics()
     for status in ("OK", "OK", "UNAVAILABLE"):
         sums.take(record(status=status, size_bytes=100))
-    sums.take(record("answer", door="http"))
+    sums.take(record("answer", protocol="http"))
     assert of(sums, series.REQUESTS) == {
         ("ocr", "grpc", "OK"): 2,
         ("ocr", "grpc", "UNAVAILABLE"): 1,
@@ -41,7 +41,7 @@ def test_requests_count_by_model_door_and_status() -> None:
 def test_names_that_clients_make_up_become_no_labels() -> None:
     sums = RequestMetrics()
     for at in range(1000):
-        sums.take(record(f"made-up-{at}", "NOT_FOUND", version=0, door=f"door-{at}", caller=f"caller-{at}"))
+        sums.take(record(f"made-up-{at}", "NOT_FOUND", version=0, protocol=f"protocol-{at}", caller=f"caller-{at}"))
     sums.take(record(status="MADE_UP"))
     assert of(sums, series.REQUESTS) == {("", "other", "NOT_FOUND"): 1000, ("ocr", "grpc", "UNKNOWN"): 1}
     assert of(sums, series.CALLERS) == {}

@@ -51,7 +51,7 @@ def server() -> Iterator[Served]:
 
 
 @pytest.mark.slow
-def test_clients_that_vanished_take_their_requests_along_at_the_grpc_door(server: Served) -> None:
+def test_clients_that_vanished_take_their_requests_along_grpc(server: Served) -> None:
     def ask(client: Client, quiet: bool) -> None:
         with contextlib.suppress(errors.WeftlineError):
             client.run("endless", text="x") if quiet else list(client.stream("endless", text="x"))
@@ -102,7 +102,7 @@ def time_until_error(stream: Iterator[Any]) -> float:
 
 
 @pytest.mark.slow
-def test_clients_that_vanished_take_their_requests_along_at_the_http_door() -> None:
+def test_clients_that_vanished_take_their_requests_along_http() -> None:
     async def never(ask: Ask) -> dict[str, Any]:
         await asyncio.sleep(600)
         return {}
@@ -111,7 +111,7 @@ def test_clients_that_vanished_take_their_requests_along_at_the_http_door() -> N
         return {"text": "x" * 100_000}
 
     served = Functions({"never": chatting(never, "never"), "endless": chatting(endless, "endless")}, piece_s=0.05)
-    with hosted(served, limits=LIMITS) as door, black_hole(door.port) as network:
+    with hosted(served, limits=LIMITS) as endpoint, black_hole(endpoint.port) as network:
         clients = [http.client.HTTPConnection("127.0.0.1", network.port) for _ in range(2)]
         for client, model in zip(clients, served.models, strict=True):
             body = json.dumps({"model": model, "messages": HI, "stream": model == "endless"})

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engine.serving.v2.held import face
+from tests.engine.serving.v2.held import info
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.serving import json_process
 from weftline.engine.serving.config import ServeLimits
@@ -43,7 +43,7 @@ def _asked(parser: JsonParser, type: str, *documents: object, limits: ServeLimit
     async def asked() -> Any:
         raw = encode_elements([one if isinstance(one, bytes) else json.dumps(one).encode() for one in documents])
         request = InferRequest("m", (Tensor("x", "BYTES", (len(documents),), raw),))
-        model = face({"x": type})
+        model = info({"x": type})
         return to_asks(await parser.elements(request, model, limits, None), model, limits).asks[0].inputs["x"]
 
     return asked()
@@ -76,7 +76,7 @@ def test_regions_beyond_the_limit_or_named_twice_are_refused_unread() -> None:
     tensor = Tensor("x", "BYTES", (1,), region=Region("r", 0, 1 << 30))
 
     async def work(parser: JsonParser) -> None:
-        model = face({"x": "json"})
+        model = info({"x": "json"})
         with pytest.raises(LimitReached, match="request_bytes_max"):
             await parser.elements(InferRequest("m", (tensor,)), model, LIMITS, Unread())
         with pytest.raises(InputError, match="twice"):

@@ -1,4 +1,4 @@
-"""The backend beside the engine: models, their faces, requests, records, loading and unloading."""
+"""The backend beside the engine: models, their infos, requests, records, loading and unloading."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from weftline.engine.gpus import GpuReservations
 from weftline.engine.repository import Repository
 from weftline.engine.serving.backend import Ask, Record
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.face import NOT_LOADED, READY, UNAVAILABLE
 from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.model_info import NOT_LOADED, READY, UNAVAILABLE
 from weftline.errors import InputError, ModelError, SessionClosed, StepError, UnknownModel, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.placement.machine import Device, Machine
@@ -71,12 +71,12 @@ def test_a_pipeline_and_its_exposed_step_are_models(tmp_path: Path) -> None:
                 ("tensors", READY, 1),
                 ("tensors.same", READY, 1),
             ]
-            face = models.face("tensors")
-            assert [(port.name, port.type) for port in face.inputs + face.outputs] == [
+            info = models.info("tensors")
+            assert [(port.name, port.type) for port in info.inputs + info.outputs] == [
                 ("x", "uint8[N]"),
                 ("y", "uint8[N]"),
             ]
-            assert face.deadline_ms == 5000 and not face.streams
+            assert info.deadline_ms == 5000 and not info.streams
             with await models.ask(Ask("tensors.same", {"value": np.arange(5, dtype=np.uint8)})) as answer:
                 assert answer.outputs["value"].tolist() == [0, 1, 2, 3, 4]
 
@@ -136,9 +136,9 @@ def test_another_version_and_files_are_refused(tmp_path: Path) -> None:
 def test_loading_again_raises_the_version_and_unloading_ends_it(tmp_path: Path) -> None:
     async def go() -> None:
         async with backend(tmp_path, tensors=TENSORS) as models:
-            assert models.face("tensors").version == 1
+            assert models.info("tensors").version == 1
             assert await models.load("tensors") == 2
-            assert models.face("tensors").version == 2
+            assert models.info("tensors").version == 2
             await models.unload("tensors")
             assert {one.state for one in models.index()} == {UNAVAILABLE}
             with pytest.raises(SessionClosed, match="not loaded"):
@@ -222,7 +222,7 @@ def test_problems_of_a_file_are_no_mistake_of_the_loading_caller(tmp_path: Path)
                 await models.load("tensors")
             assert "name: '7 7'" in next(one.why for one in models.index() if one.name == "tensors")
             with pytest.raises(SessionClosed) as refused:  # what callers learn, admins or not
-                models.face("tensors")
+                models.info("tensors")
             assert "7 7" not in str(refused.value)
 
     run(go())

@@ -45,7 +45,7 @@ LONG = "The photo shows: 2 red circles, 1 blue star, 4 green triangles and 1 yel
 
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
-    """Serve from an ingress process with both doors, to the callers `web` and `app`."""
+    """Serve from an ingress process with both servers, to the callers `web` and `app`."""
     folder = tmp_path_factory.mktemp("served")
     (folder / "chat.yaml").write_text(CHAT)
     tokens = folder / "tokens.yaml"
@@ -60,7 +60,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
 
         async def start() -> dict[str, int]:
             await backend.open()
-            return await desk.start_ingress(IngressSpec("doors", (GRPC, HTTP), config))
+            return await desk.start_ingress(IngressSpec("servers", (GRPC, HTTP), config))
 
         thread = threading.Thread(target=loop.run_forever)
         thread.start()

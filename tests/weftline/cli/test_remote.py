@@ -157,7 +157,7 @@ def test_a_token_does_not_leave_this_machine_in_the_clear(tmp_path: Path) -> Non
 
 
 def test_what_a_server_says_moves_no_cursor(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weftline.engine.serving.face import ModelState
+    from weftline.engine.serving.model_info import ModelState
 
     monkeypatch.setattr(Client, "models", lambda self: (ModelState("evil\x1b[2J", 1, "ready", "why\r\x1b[H"),))
     assert "\x1b" not in status(remote)[1]

@@ -45,15 +45,15 @@ def test_open_connections_are_served_while_a_flood_uses_every_descriptor(tmp_pat
         with it.client() as client:
             assert (ask(client, "before"), status()) == ("before", 200)
             floods = []
-            for door, pid in ((it.http, ingress.pid), (it.grpc, engine.pid)):
+            for endpoint, pid in ((it.http, ingress.pid), (it.grpc, engine.pid)):
                 most = max(taken(pid)) + 1 + SPARE
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, 4096))
-                address = "127.0.0.1", int(door.rpartition(":")[2])
+                address = "127.0.0.1", int(endpoint.rpartition(":")[2])
                 floods += [socket.create_connection(address) for _ in range(FLOOD)]
                 wait_until(lambda pid=pid, most=most: taken(pid) >= set(range(most)), "no descriptor left")  # type: ignore[misc]
             assert (ask(client, "during"), status()) == ("during", 200)
             assert it.status("/readyz") == 0, "there is no room for another connection"
-            worker.kill()  # what is kept back for another one may be taken by connections that wait at the door
+            worker.kill()  # what is kept back for another one may be taken by connections that wait to be accepted
             worker.wait(20)
             for one in floods:
                 one.close()

@@ -1,4 +1,4 @@
-"""A call's face: its status, and messages in both directions."""
+"""A call's info: its status, and messages in both directions."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ async def ask(replica: Any, text: str, context: Context) -> Any:
     return V2.ModelInferResponse.FromString((await replica.ModelInfer(asked(text), context)).SerializeToString())
 
 
-def test_methods_answer_as_at_the_door(greet: Callable[..., Path]) -> None:
+def test_methods_answer_as_through_grpc(greet: Callable[..., Path]) -> None:
     async def script(replica: Any) -> None:
         context = Context()
         assert b"hello you" in (await ask(replica, "you", context)).raw_output_contents[0]

@@ -45,7 +45,7 @@ def test_whatever_is_not_certainly_loopback_is_not(host: str) -> None:
         check_exposure(ServeConfig({}, GrpcConfig(host=host)))
 
 
-def test_every_open_door_is_named_with_what_to_add() -> None:
+def test_every_open_address_is_named_with_what_to_add() -> None:
     grpc, http = said(OPEN)
     assert grpc.startswith("weftline serve  grpc.host: '0.0.0.0' can be reached from other machines")
     assert http.startswith("weftline serve  http.host: '::'")
@@ -68,9 +68,9 @@ def test_with_both_or_with_a_plain_yes_it_passes() -> None:
 
 
 def test_a_unix_socket_is_not_exposed_but_http_beside_it_may_be() -> None:
-    door = GrpcConfig(host="0.0.0.0", socket=Path("weftline.sock"))
-    check_exposure(ServeConfig({}, door))
-    assert len(said(ServeConfig({}, door, HttpConfig(host="0.0.0.0")))) == 1
+    endpoint = GrpcConfig(host="0.0.0.0", socket=Path("weftline.sock"))
+    check_exposure(ServeConfig({}, endpoint))
+    assert len(said(ServeConfig({}, endpoint, HttpConfig(host="0.0.0.0")))) == 1
 
 
 def test_problems_can_be_said_of_a_configuration_file() -> None:

@@ -39,8 +39,8 @@ def started(logs: Logs) -> io.StringIO:
 
 
 def record(status: str = "OK", **more: object) -> Record:
-    known = {"id": "42", "caller": "web", "door": "grpc"} | {
-        k: v for k, v in more.items() if k in ("id", "caller", "door")
+    known = {"id": "42", "caller": "web", "protocol": "grpc"} | {
+        k: v for k, v in more.items() if k in ("id", "caller", "protocol")
     }
     ask = Ask("ocr", {"photo": b"the value"}, **known)  # type: ignore[arg-type]
     model, error = str(more.get("model", "ocr")), str(more.get("error", ""))
@@ -54,7 +54,7 @@ def test_a_line_of_json_has_the_fields_of_its_request() -> None:
     assert line.pop("time").endswith("Z")
     assert line == {
         "level": "info", "logger": "weftline.requests", "message": "request", "request": "42", "model": "ocr",
-        "version": 3, "caller": "web", "door": "grpc", "status": "OK", "ms": 12.346,
+        "version": 3, "caller": "web", "protocol": "grpc", "status": "OK", "ms": 12.346,
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_a_line_of_text_has_them_too() -> None:
     stream = started(Logs("text"))
     RequestLog(Logs())(record("INTERNAL", error="step see: no"))
     line = stream.getvalue()
-    fields = "request=42 model=ocr version=3 caller=web door=grpc status=INTERNAL ms=12.346"
+    fields = "request=42 model=ocr version=3 caller=web protocol=grpc status=INTERNAL ms=12.346"
     assert line.endswith(f"Z error   weftline.requests: step see: no {fields}\n")
 
 
@@ -90,7 +90,7 @@ def test_lines_below_the_level_are_dropped() -> None:
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_no_field_can_begin_a_line_or_reach_a_terminal(form: str) -> None:
     stream = started(Logs(form))  # type: ignore[arg-type]
-    RequestLog(Logs())(record("INTERNAL", id=HOSTILE, model=HOSTILE, caller=HOSTILE, door=HOSTILE, error=HOSTILE))
+    RequestLog(Logs())(record("INTERNAL", id=HOSTILE, model=HOSTILE, caller=HOSTILE, protocol=HOSTILE, error=HOSTILE))
     logging.getLogger("weftline." + HOSTILE if form == "json" else "weftline.x").error("said %s", HOSTILE)
     written = stream.getvalue()
     assert written.count("\n") == 2 == len(written.splitlines())

@@ -55,7 +55,7 @@ def test_what_changes_the_server_takes_an_admin() -> None:
             assert kind == MEMORY, name
 
 
-def test_the_same_thing_takes_the_same_right_through_either_door() -> None:
+def test_the_same_thing_takes_the_same_right_through_either_protocol() -> None:
     grpc = "/inference.GRPCInferenceService/"
     for rpc, route in (
         ("ServerLive", "GET /v2/health/live"),

@@ -387,16 +387,16 @@ def test_index_faces_and_figures_are_the_same(run: Run, repository: Repository) 
         assert [(state.name, state.version, state.state) for state in backend.index()] == [
             (state.name, state.version, state.state) for state in here.index()
         ]
-        assert [backend.face(state.name) for state in backend.index()] == [
-            here.face(state.name) for state in here.index()
+        assert [backend.info(state.name) for state in backend.index()] == [
+            here.info(state.name) for state in here.index()
         ]
-        assert backend.face("text", "1").version == 1
+        assert backend.info("text", "1").version == 1
         assert backend.stats("text").keys() == here.stats("text").keys()
         for model, version in (("missing", ""), ("text", "2")):
             with pytest.raises(UnknownModel) as theirs:
-                backend.face(model, version)
+                backend.info(model, version)
             with pytest.raises(UnknownModel) as ours:
-                here.face(model, version)
+                here.info(model, version)
             assert str(theirs.value) == str(ours.value)
 
     run(script)
@@ -412,16 +412,16 @@ def test_a_loaded_model_is_visible_at_once_and_an_unloaded_one_is_not(where: str
     async def script(backend: Backend) -> None:
         assert [state.ready for state in backend.index()] == [False, False]
         with pytest.raises(SessionClosed):
-            backend.face("echo")
+            backend.info("echo")
         assert await backend.load("echo") == 1
-        assert backend.face("echo").inputs[0].name == "x"
+        assert backend.info("echo").inputs[0].name == "x"
         assert [state.ready for state in backend.index() if state.name == "echo"] == [True]
         assert (await outputs_of(backend, Ask("echo", {"x": "a"}))) == {"y": "a"}
         assert await backend.load("echo") == 2
-        assert backend.face("echo").version == 2
+        assert backend.info("echo").version == 2
         await backend.unload("echo")
         with pytest.raises(SessionClosed):
-            backend.face("echo")
+            backend.info("echo")
         with pytest.raises(SessionClosed):
             await outputs_of(backend, Ask("echo", {"x": "a"}))
         with pytest.raises(UnknownModel):

@@ -8,11 +8,11 @@ from typing import Any
 
 from weftline.engine.serving.auth.gate import UNRESTRICTED
 from weftline.engine.serving.backend import Answer, Ask
-from weftline.engine.serving.face import ModelFace, PortFace
 from weftline.engine.serving.grpc.service import CallContext
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.errors import StepError
 
-FACE = ModelFace("text", 1, (PortFace("text", "text"),), (PortFace("text", "text"),))
+FACE = ModelInfo("text", 1, (PortInfo("text", "text"),), (PortInfo("text", "text"),))
 
 
 class Slow:
@@ -23,7 +23,7 @@ class Slow:
         self.let: dict[str, asyncio.Event] = {}
         self.text = "said"
 
-    def face(self, model: str, version: str = "") -> ModelFace:
+    def info(self, model: str, version: str = "") -> ModelInfo:
         return FACE
 
     async def ask(self, ask: Ask) -> Answer:

@@ -281,6 +281,6 @@ def test_trace_context_and_deadline_of_a_call_come_to_the_engine(client: Any, se
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     client.infer("echo", [numbers([1])], request_id="traced", headers={"traceparent": parent}, client_timeout=15)
     record = next(one for one in reversed(server.records) if one.ask.id == "traced")
-    assert (record.ask.traceparent, record.ask.door, record.status) == (parent, "grpc", "OK")
+    assert (record.ask.traceparent, record.ask.protocol, record.status) == (parent, "grpc", "OK")
     assert record.ask.size_bytes > 0
     assert record.ask.deadline_ms is not None and 10_000 < record.ask.deadline_ms <= 15_500

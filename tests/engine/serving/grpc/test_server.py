@@ -92,8 +92,11 @@ def test_what_is_not_finished_within_the_grace_is_cancelled(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_it_listens_at_a_unix_socket(tmp_path: Path) -> None:
     async def go() -> None:
-        door = GrpcConfig(socket=tmp_path / "weftline.sock")
-        async with served({"echo": ECHO}, grpc=door) as server, grpc.aio.insecure_channel(server.address) as channel:
+        endpoint = GrpcConfig(socket=tmp_path / "weftline.sock")
+        async with (
+            served({"echo": ECHO}, grpc=endpoint) as server,
+            grpc.aio.insecure_channel(server.address) as channel,
+        ):
             answer = await channel.unary_unary(METHOD + "ModelInfer")(request().SerializeToString(), timeout=20)
             assert b"\1\2\3" in answer
             assert stat.S_IMODE((tmp_path / "weftline.sock").stat().st_mode) == 0o600

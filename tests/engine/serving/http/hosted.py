@@ -1,4 +1,4 @@
-"""An HTTP door in a thread with a loop of its own, for stock clients that block."""
+"""An HTTP server in a thread with a loop of its own, for stock clients that block."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def hosted(
     figures: Any = None,
     **config: Any,
 ) -> Iterator[Hosted]:
-    """Open a door on a free port; closed at the end without grace."""
+    """Open a server on a free port; closed at the end without grace."""
     with looping() as loop:
 
         async def start() -> Hosted:

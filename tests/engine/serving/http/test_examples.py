@@ -1,4 +1,4 @@
-"""The examples' stock clients do what they say against a door like the one they name."""
+"""The examples' stock clients do what they say against a endpoint like the one they name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.serving.http.backends import Functions, chatting, face
+from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 
 CLIENTS = Path(__file__).resolve().parents[4] / "examples/clients"
@@ -33,9 +33,9 @@ def answer(ask: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Hosted]:
+def endpoint() -> Iterator[Hosted]:
     assistant = "voice-photo-assistant"
-    tabular = face(
+    tabular = info(
         "tabular",
         {"measures": "float32[4]", "habitat": "int64[]"},
         {"species": "int64[]", "probabilities": "float32[3]"},
@@ -43,11 +43,11 @@ def door() -> Iterator[Hosted]:
     models: dict[str, Any] = {
         f"{assistant}.answer": chatting(answer, f"{assistant}.answer"),
         f"{assistant}.hear": (
-            face(f"{assistant}.hear", {"audio": "audio"}, {"text": "text"}),
+            info(f"{assistant}.hear", {"audio": "audio"}, {"text": "text"}),
             lambda ask: {"text": f"received {len(ask.inputs['audio'])} bytes"},
         ),
         "embedding.embed": (
-            face("embedding.embed", {"text": "text"}, {"embedding": "float32[2]"}),
+            info("embedding.embed", {"text": "text"}, {"embedding": "float32[2]"}),
             lambda ask: {"embedding": np.array([1, len(ask.inputs["text"])], np.float32)},
         ),
         "tabular": (
@@ -55,8 +55,8 @@ def door() -> Iterator[Hosted]:
             lambda ask: {"species": ask.inputs["habitat"], "probabilities": ask.inputs["measures"][:3]},
         ),
     }
-    with hosted(Functions(models)) as door:
-        yield door
+    with hosted(Functions(models)) as endpoint:
+        yield endpoint
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def door() -> Iterator[Hosted]:
     ],
 )
 def test_an_example_prints_what_it_is_there_for(
-    door: Hosted, capsys: pytest.CaptureFixture[str], name: str, says: list[str]
+    endpoint: Hosted, capsys: pytest.CaptureFixture[str], name: str, says: list[str]
 ) -> None:
-    url = {"http_sync": f"127.0.0.1:{door.port}", "http_json": door.url}.get(name, f"{door.url}/v1")
+    url = {"http_sync": f"127.0.0.1:{endpoint.port}", "http_json": endpoint.url}.get(name, f"{endpoint.url}/v1")
     found = main_of(name)(url)
     if asyncio.iscoroutine(found):
         asyncio.run(found)

@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 
-from tests.engine.serving.http.backends import Functions, chatting, face
+from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
@@ -44,20 +44,20 @@ def echo(ask: Ask) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Hosted]:
+def endpoint() -> Iterator[Hosted]:
     backend = Functions(
         {
             "chat": chatting(lambda ask: {"text": "hello", "usage": {"prompt_tokens": 1}, "answers": None}),
             "embed": (
-                face("embed", {"text": "text"}, {"embedding": "float32[2]"}),
+                info("embed", {"text": "text"}, {"embedding": "float32[2]"}),
                 lambda ask: {"embedding": np.zeros(2, np.float32)},
             ),
-            "tensor": (face("tensor", {"x": "float32[N]?", "s": "text?"}, {"y": "float32[N]?", "t": "text?"}), echo),
-            "ears": (face("ears", {"speech": "audio"}, {"text": "text"}), lambda ask: {"text": "said"}),
+            "tensor": (info("tensor", {"x": "float32[N]?", "s": "text?"}, {"y": "float32[N]?", "t": "text?"}), echo),
+            "ears": (info("ears", {"speech": "audio"}, {"text": "text"}), lambda ask: {"text": "said"}),
         }
     )
-    with hosted(backend, limits=ServeLimits(message_bytes_max=1 << 20), shared_memory=True) as door:
-        yield door
+    with hosted(backend, limits=ServeLimits(message_bytes_max=1 << 20), shared_memory=True) as endpoint:
+        yield endpoint
 
 
 @schema.parametrize()
@@ -68,8 +68,8 @@ def door() -> Iterator[Hosted]:
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_no_answer_is_a_failure_or_tells_of_the_inside(case: Any, door: Hosted) -> None:
-    response = case.call(base_url=door.url)
+def test_no_answer_is_a_failure_or_tells_of_the_inside(case: Any, endpoint: Hosted) -> None:
+    response = case.call(base_url=endpoint.url)
     ready = case.path.endswith("/ready") or case.path in ("/readyz", "/health")
     assert response.status_code < 500 or (ready and response.status_code == 503), response.text
     assert not FORBIDDEN.search(response.text)

@@ -26,18 +26,18 @@ HI = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
-def door() -> Iterator[Hosted]:
-    with hosted(Functions({"chat": chatting(lambda ask: {"text": "hello"})}), limits=LIMITS) as door:
-        yield door
+def endpoint() -> Iterator[Hosted]:
+    with hosted(Functions({"chat": chatting(lambda ask: {"text": "hello"})}), limits=LIMITS) as endpoint:
+        yield endpoint
 
 
 @contextlib.contextmanager
-def sending(door: Hosted, size: int, *headers: str, sent: int = 0) -> Iterator[socket.socket]:
+def sending(endpoint: Hosted, size: int, *headers: str, sent: int = 0) -> Iterator[socket.socket]:
     """Begin a request with a body of `size` bytes, of which `sent` are sent."""
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) as sock:
         head = [
             "POST /v1/chat/completions HTTP/1.1",
-            f"host: 127.0.0.1:{door.port}",
+            f"host: 127.0.0.1:{endpoint.port}",
             "content-type: application/json",
             f"content-length: {size}",
             *headers,
@@ -58,27 +58,27 @@ def status_of(sock: socket.socket) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_bodies_over_budget_wait_unread_while_small_requests_pass(door: Hosted) -> None:
+def test_bodies_over_budget_wait_unread_while_small_requests_pass(endpoint: Hosted) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(4):
-            open_ones.enter_context(sending(door, MIB, sent=100_000))
+            open_ones.enter_context(sending(endpoint, MIB, sent=100_000))
         time.sleep(0.3)
-        waiting = open_ones.enter_context(sending(door, MIB, "expect: 100-continue"))
+        waiting = open_ones.enter_context(sending(endpoint, MIB, "expect: 100-continue"))
         began = time.monotonic()
         for _ in range(5):
-            assert httpx.post(f"{door.url}/v1/chat/completions", json=HI, timeout=10).status_code == 200
+            assert httpx.post(f"{endpoint.url}/v1/chat/completions", json=HI, timeout=10).status_code == 200
         status, head = status_of(waiting)  # and no 100 Continue before
         assert status == 429 and "retry-after: 1" in head
         assert time.monotonic() - began < 15
-    assert httpx.post(f"{door.url}/v1/chat/completions", content=b"[" * 200_000, timeout=10).status_code == 400
+    assert httpx.post(f"{endpoint.url}/v1/chat/completions", content=b"[" * 200_000, timeout=10).status_code == 400
 
 
 @pytest.mark.slow
-def test_a_body_that_waits_is_read_when_another_has_ended(door: Hosted) -> None:
+def test_a_body_that_waits_is_read_when_another_has_ended(endpoint: Hosted) -> None:
     with contextlib.ExitStack() as open_ones:
-        held = [open_ones.enter_context(sending(door, MIB, sent=100_000)) for _ in range(4)]
+        held = [open_ones.enter_context(sending(endpoint, MIB, sent=100_000)) for _ in range(4)]
         time.sleep(0.3)
-        waiting = open_ones.enter_context(sending(door, MIB, "expect: 100-continue"))
+        waiting = open_ones.enter_context(sending(endpoint, MIB, "expect: 100-continue"))
         held[0].close()
         assert status_of(waiting)[0] == 100
         waiting.sendall(bytes(MIB))
@@ -86,23 +86,23 @@ def test_a_body_that_waits_is_read_when_another_has_ended(door: Hosted) -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_body_does_not_keep_room_from_others(door: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_body_does_not_keep_room_from_others(endpoint: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "SLOW_S", 0.1)
     monkeypatch.setattr(body, "LOOK_S", 0.05)
     with contextlib.ExitStack() as open_ones:
-        slow = [open_ones.enter_context(sending(door, MIB, sent=1000)) for _ in range(4)]
+        slow = [open_ones.enter_context(sending(endpoint, MIB, sent=1000)) for _ in range(4)]
         time.sleep(0.3)
-        with sending(door, MIB, "expect: 100-continue") as other:
+        with sending(endpoint, MIB, "expect: 100-continue") as other:
             assert status_of(other)[0] == 100
         assert 408 in [status_of(one)[0] for one in slow]
 
 
-def test_a_compressed_body_counts_by_what_it_may_become(door: Hosted) -> None:
+def test_a_compressed_body_counts_by_what_it_may_become(endpoint: Hosted) -> None:
     with contextlib.ExitStack() as open_ones:
         for _ in range(4):
-            open_ones.enter_context(sending(door, 2000, "content-encoding: gzip", sent=100))
+            open_ones.enter_context(sending(endpoint, 2000, "content-encoding: gzip", sent=100))
         time.sleep(0.3)
-        assert status_of(open_ones.enter_context(sending(door, MIB, "expect: 100-continue")))[0] == 429
+        assert status_of(open_ones.enter_context(sending(endpoint, MIB, "expect: 100-continue")))[0] == 429
 
 
 def test_who_has_no_token_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
@@ -111,8 +111,8 @@ def test_who_has_no_token_is_refused_before_its_body_is_read(tmp_path: Path) -> 
     file.chmod(0o600)
     served = Functions({"chat": chatting(lambda ask: {"text": "hello"})})
     with (
-        hosted(served, Gate(TokenFile(file), LIMITS), limits=LIMITS) as door,
-        sending(door, MIB, "expect: 100-continue") as sock,
+        hosted(served, Gate(TokenFile(file), LIMITS), limits=LIMITS) as endpoint,
+        sending(endpoint, MIB, "expect: 100-continue") as sock,
     ):
         assert status_of(sock)[0] == 401
 
@@ -121,13 +121,13 @@ def test_who_has_no_token_is_refused_before_its_body_is_read(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_unfinished_bodies_take_no_more_than_the_budget(count: int) -> None:
     limits = ServeLimits(message_bytes_max=32 * MIB, inflight_bytes_max=64 * MIB, header_s=10.0)
-    with hosted(Functions({"chat": chatting(lambda ask: {"text": "hello"})}), limits=limits) as door:
-        assert httpx.post(f"{door.url}/v1/chat/completions", json=HI, timeout=10).status_code == 200
+    with hosted(Functions({"chat": chatting(lambda ask: {"text": "hello"})}), limits=limits) as endpoint:
+        assert httpx.post(f"{endpoint.url}/v1/chat/completions", json=HI, timeout=10).status_code == 200
         peak = Peak()
         data = bytes(32 * MIB - 1)
 
         def send() -> None:
-            with contextlib.suppress(OSError), sending(door, 32 * MIB) as sock:
+            with contextlib.suppress(OSError), sending(endpoint, 32 * MIB) as sock:
                 sock.settimeout(6)
                 sock.sendall(data)
                 time.sleep(3)

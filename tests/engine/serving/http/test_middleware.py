@@ -46,28 +46,28 @@ def backend() -> Functions:
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    """A door that asks for tokens."""
+    """A endpoint that asks for tokens."""
     file = tmp_path_factory.mktemp("tokens") / "tokens.yaml"
     entries = f"  - {{name: web, sha256: {digest(USER)}, models: [chat]}}\n"
     entries += f"  - {{name: rare, sha256: {digest(RARE)}, requests_per_s: 0.5, burst: 3}}\n"
     entries += f"  - {{name: ops, sha256: {digest(ADMIN)}, admin: true}}\n"
     file.write_text(f"tokens:\n{entries}")
     file.chmod(0o600)
-    with hosted(backend(), Gate(TokenFile(Path(file)), LIMITS), limits=LIMITS) as door:
-        yield door
+    with hosted(backend(), Gate(TokenFile(Path(file)), LIMITS), limits=LIMITS) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Hosted]:
-    """A door on loopback that asks for none."""
-    with hosted(backend(), limits=LIMITS) as door:
-        yield door
+def endpoint() -> Iterator[Hosted]:
+    """A endpoint on loopback that asks for none."""
+    with hosted(backend(), limits=LIMITS) as endpoint:
+        yield endpoint
 
 
-def every_route(door: Hosted) -> list[tuple[str, str]]:
+def every_route(endpoint: Hosted) -> list[tuple[str, str]]:
     return [
         (method, route.path)
-        for route in routes(door.server.context)
+        for route in routes(endpoint.server.context)
         for method in sorted((route.methods or set()) - {"HEAD"})
     ]
 
@@ -76,8 +76,8 @@ def filled(template: str) -> str:
     return template.format(model="chat", version="1", region="r")
 
 
-def test_the_gates_table_has_every_route_and_no_other(door: Hosted) -> None:
-    served = {f"HTTP {method} {path}" for method, path in every_route(door)}
+def test_the_gates_table_has_every_route_and_no_other(endpoint: Hosted) -> None:
+    served = {f"HTTP {method} {path}" for method, path in every_route(endpoint)}
     known = {method for method in METHODS if method.startswith("HTTP ")}
     assert served == known
 
@@ -169,9 +169,9 @@ def test_a_token_has_its_rate_and_gets_a_retry_time(closed: Hosted) -> None:
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1"])
-def test_web_pages_are_kept_out_where_no_tokens_are_asked_for(door: Hosted, closed: Hosted, origin: str) -> None:
+def test_web_pages_are_kept_out_where_no_tokens_are_asked_for(endpoint: Hosted, closed: Hosted, origin: str) -> None:
     body = {"model": "chat", "messages": HI}
-    response = httpx.post(f"{door.url}/v1/chat/completions", json=body, headers={"origin": origin})
+    response = httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, headers={"origin": origin})
     assert response.status_code == 403
     headers = {"origin": origin, "authorization": f"Bearer {ADMIN}"}
     response = httpx.post(f"{closed.url}/v1/chat/completions", json=body, headers=headers)
@@ -179,11 +179,11 @@ def test_web_pages_are_kept_out_where_no_tokens_are_asked_for(door: Hosted, clos
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_a_name_of_the_web_that_leads_here_is_refused(door: Hosted) -> None:
-    assert httpx.get(f"{door.url}/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
+def test_a_name_of_the_web_that_leads_here_is_refused(endpoint: Hosted) -> None:
+    assert httpx.get(f"{endpoint.url}/v1/models", headers={"host": "evil.example:8000"}).status_code == 403
     for host in ("localhost", "127.0.0.1:80", "[::1]:80", "x.localhost"):
-        assert httpx.get(f"{door.url}/v1/models", headers={"host": host}).status_code == 200
-    assert httpx.get(f"{door.url}/livez", headers={"host": "probe.example"}).status_code == 200
+        assert httpx.get(f"{endpoint.url}/v1/models", headers={"host": host}).status_code == 200
+    assert httpx.get(f"{endpoint.url}/livez", headers={"host": "probe.example"}).status_code == 200
 
 
 def test_names_and_addresses_are_distinguished() -> None:
@@ -214,17 +214,17 @@ def test_names_and_addresses_are_distinguished() -> None:
     ],
 )  # fmt: skip
 def test_a_request_names_one_host_and_its_target_no_other(
-    door: Hosted, target: str, hosts: list[str], status: int
+    endpoint: Hosted, target: str, hosts: list[str], status: int
 ) -> None:
     headers = "".join(f"Host: {one}\r\n" for one in hosts)
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.settimeout(20)
         raw.sendall(f"GET {target} HTTP/1.1\r\n{headers}\r\n".encode())
         assert raw.recv(4096).split(b"\r\n")[0].split()[1] == str(status).encode()
 
 
-def test_a_request_of_http_1_0_needs_no_host(door: Hosted) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_request_of_http_1_0_needs_no_host(endpoint: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.settimeout(20)
         raw.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert raw.recv(4096).split()[1] == b"200"
@@ -233,33 +233,33 @@ def test_a_request_of_http_1_0_needs_no_host(door: Hosted) -> None:
 # limits
 
 
-def test_a_large_body_is_refused_before_it_is_read(door: Hosted) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_large_body_is_refused_before_it_is_read(endpoint: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n\r\n")
         raw.settimeout(5)
         assert raw.recv(12) == b"HTTP/1.1 413"
 
 
-def test_a_large_body_in_chunks_is_refused_while_it_is_read(door: Hosted) -> None:
+def test_a_large_body_in_chunks_is_refused_while_it_is_read(endpoint: Hosted) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(20):
             yield bytes(100_000)
 
-    response = httpx.post(f"{door.url}/v1/embeddings", content=chunks())
+    response = httpx.post(f"{endpoint.url}/v1/embeddings", content=chunks())
     assert response.status_code == 413
     assert "message_bytes_max" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", [b"X-A: " + b"a" * 5000, b"\r\n".join(b"X-%d: a" % n for n in range(1000))])
-def test_large_headers_are_refused(door: Hosted, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_large_headers_are_refused(endpoint: Hosted, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.settimeout(5)
         raw.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + sent + b"\r\n\r\n")
         assert raw.recv(12) == b"HTTP/1.1 431"
 
 
-def test_a_header_that_never_ends_is_refused(door: Hosted) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_header_that_never_ends_is_refused(endpoint: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.settimeout(5)
         raw.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ")
         for _ in range(41):
@@ -279,14 +279,14 @@ def closes(raw: socket.socket, timeout_s: float = 5) -> bool:
     "begun",
     [b"", b"GET /livez HTT", b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"],
 )
-def test_a_client_that_does_not_finish_its_request_is_left(door: Hosted, begun: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_client_that_does_not_finish_its_request_is_left(endpoint: Hosted, begun: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.sendall(begun)
         assert closes(raw)
 
 
-def test_a_byte_a_moment_is_too_slow(door: Hosted) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_byte_a_moment_is_too_slow(endpoint: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         began = time.monotonic()
         with pytest.raises(OSError):
             for byte in b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX-Slow: " + b"a" * 500:
@@ -295,8 +295,8 @@ def test_a_byte_a_moment_is_too_slow(door: Hosted) -> None:
         assert time.monotonic() - began < 10
 
 
-def test_a_refused_request_does_not_keep_its_connection_by_sending_on(door: Hosted) -> None:
-    with socket.create_connection(("127.0.0.1", door.port)) as raw:
+def test_a_refused_request_does_not_keep_its_connection_by_sending_on(endpoint: Hosted) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
         raw.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")
         began = time.monotonic()
         with pytest.raises(OSError):
@@ -307,18 +307,18 @@ def test_a_refused_request_does_not_keep_its_connection_by_sending_on(door: Host
 
 
 @pytest.mark.slow
-def test_a_resting_connection_is_kept_for_the_next_request(door: Hosted) -> None:
+def test_a_resting_connection_is_kept_for_the_next_request(endpoint: Hosted) -> None:
     with httpx.Client() as client:
         for _ in range(2):
-            assert client.get(f"{door.url}/livez").status_code == 200
+            assert client.get(f"{endpoint.url}/livez").status_code == 200
             time.sleep(0.7)  # more than header_s: that is for requests that have begun
-        assert client.get(f"{door.url}/livez").status_code == 200
+        assert client.get(f"{endpoint.url}/livez").status_code == 200
 
 
 @pytest.mark.slow
-def test_calls_over_the_limit_are_refused_and_probes_are_not(door: Hosted) -> None:
+def test_calls_over_the_limit_are_refused_and_probes_are_not(endpoint: Hosted) -> None:
     def ask(found: list[int]) -> None:
-        response = httpx.post(f"{door.url}/v1/chat/completions", json={"model": "slow", "messages": HI})
+        response = httpx.post(f"{endpoint.url}/v1/chat/completions", json={"model": "slow", "messages": HI})
         found.append(response.status_code)
 
     found: list[int] = []
@@ -326,21 +326,21 @@ def test_calls_over_the_limit_are_refused_and_probes_are_not(door: Hosted) -> No
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    assert httpx.get(f"{door.url}/livez").status_code == 200
+    assert httpx.get(f"{endpoint.url}/livez").status_code == 200
     for thread in threads:
         thread.join()
     assert sorted(found) == [200, 200, 200, 429, 429, 429]
-    assert httpx.get(f"{door.url}/v1/models").status_code == 200
+    assert httpx.get(f"{endpoint.url}/v1/models").status_code == 200
 
 
-def test_smuggled_lengths_are_refused(door: Hosted) -> None:
+def test_smuggled_lengths_are_refused(endpoint: Hosted) -> None:
     for headers in (
         b"Content-Length: 5\r\nTransfer-Encoding: chunked",
         b"Content-Length: 5\r\nContent-Length: 6",
         b"Content-Length: -5",
         b"Transfer-Encoding: identity, chunked, x",
     ):
-        with socket.create_connection(("127.0.0.1", door.port)) as raw:
+        with socket.create_connection(("127.0.0.1", endpoint.port)) as raw:
             raw.settimeout(5)
             raw.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\n" + headers + b"\r\n\r\nhello")
             assert raw.recv(10) == b"HTTP/1.1 4"
@@ -362,8 +362,8 @@ def test_smuggled_lengths_are_refused(door: Hosted) -> None:
         b'{"model": "\\ud800"}',
     ],
 )
-def test_json_is_read_strictly(door: Hosted, body: bytes) -> None:
-    response = httpx.post(f"{door.url}/v1/chat/completions", content=body)
+def test_json_is_read_strictly(endpoint: Hosted, body: bytes) -> None:
+    response = httpx.post(f"{endpoint.url}/v1/chat/completions", content=body)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
@@ -396,14 +396,14 @@ def test_what_is_hardly_http_is_refused(closed: Hosted, sent: bytes) -> None:
         assert not re.search(rb"(?i)uvicorn|python|traceback|0x[0-9a-f]{6}", response)
 
 
-def test_slow_clients_neither_hold_up_others_nor_stay(door: Hosted) -> None:
-    assert door.server._server is not None
-    connections = door.server._server.server_state.connections
-    slow = [socket.create_connection(("127.0.0.1", door.port)) for _ in range(300)]
+def test_slow_clients_neither_hold_up_others_nor_stay(endpoint: Hosted) -> None:
+    assert endpoint.server._server is not None
+    connections = endpoint.server._server.server_state.connections
+    slow = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(300)]
     try:
         for raw in slow:
             raw.sendall(b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nX: ")
-        with httpx.Client(base_url=door.url) as client:
+        with httpx.Client(base_url=endpoint.url) as client:
             assert {client.get("/v1/models").status_code for _ in range(30)} == {200}
         until = time.monotonic() + 10
         while connections:
@@ -417,16 +417,16 @@ def test_slow_clients_neither_hold_up_others_nor_stay(door: Hosted) -> None:
 # the description
 
 
-def test_the_document_describes_every_path(door: Hosted) -> None:
+def test_the_document_describes_every_path(endpoint: Hosted) -> None:
     described = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
-    assert described == set(every_route(door))
+    assert described == set(every_route(endpoint))
 
 
-def test_every_route_is_found_by_its_own_template(door: Hosted) -> None:
-    for method, path in every_route(door):
+def test_every_route_is_found_by_its_own_template(endpoint: Hosted) -> None:
+    for method, path in every_route(endpoint):
         found = [
             route.path
-            for route in routes(door.server.context)
+            for route in routes(endpoint.server.context)
             if route.matches({"type": "http", "method": method, "path": filled(path)})[0] is Match.FULL
         ]
         assert found[0] == path

@@ -17,7 +17,7 @@ import tritonclient.http.aio as triton_aio
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from tests.engine.serving.http.backends import Functions, face
+from tests.engine.serving.http.backends import Functions, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.repository import Repository
 from weftline.engine.serving.config import ServedPipeline, ServeLimits
@@ -45,7 +45,7 @@ MEGABYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
     steps, inputs, outputs = [], [], []
     for name, type in TYPES.items():  # one pipeline with many steps: one worker, and it opens quickly
@@ -65,13 +65,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
             return backend
 
         limits = ServeLimits(message_bytes_max=8 * MEGABYTE)
-        with hosted(open_backend, shared_memory=True, figures=statistics.tell, limits=limits) as door:
-            yield door
+        with hosted(open_backend, shared_memory=True, figures=statistics.tell, limits=limits) as endpoint:
+            yield endpoint
 
 
 @pytest.fixture(scope="module")
-def client(door: Hosted) -> Iterator[triton.InferenceServerClient]:
-    with triton.InferenceServerClient(f"127.0.0.1:{door.port}") as client:
+def client(endpoint: Hosted) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{endpoint.port}") as client:
         yield client
 
 
@@ -287,9 +287,9 @@ def test_logs_are_set(client: triton.InferenceServerClient) -> None:
         logging.getLogger("weftline").setLevel(before)
 
 
-def test_many_requests_at_once_over_the_async_client(door: Hosted) -> None:
+def test_many_requests_at_once_over_the_async_client(endpoint: Hosted) -> None:
     async def ask() -> list[float]:
-        async with triton_aio.InferenceServerClient(f"127.0.0.1:{door.port}") as client:
+        async with triton_aio.InferenceServerClient(f"127.0.0.1:{endpoint.port}") as client:
             sent = [[given("value", np.full(2, at, np.float32), "FP32")] for at in range(16)]
             found = await asyncio.gather(*[client.infer("other", one) for one in sent])
             return [float(one.as_numpy("value")[0]) for one in found]
@@ -324,24 +324,24 @@ def test_many_requests_at_once_over_the_async_client(door: Hosted) -> None:
         (b'{"inputs": ' + b"[" * 100000, 400),
     ],
 )
-def test_bodies_that_are_no_request_are_refused(door: Hosted, body: bytes, code: int) -> None:
-    response = httpx.post(f"{door.url}/v2/models/other/infer", content=body)
+def test_bodies_that_are_no_request_are_refused(endpoint: Hosted, body: bytes, code: int) -> None:
+    response = httpx.post(f"{endpoint.url}/v2/models/other/infer", content=body)
     assert response.status_code == code
     assert isinstance(response.json()["error"], str)
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "1e3", "99999", "0", "\u0661"])
-def test_a_wrong_header_length_is_refused(door: Hosted, length: str) -> None:
+def test_a_wrong_header_length_is_refused(endpoint: Hosted, length: str) -> None:
     header: Any = {"Inference-Header-Content-Length": length.encode()}
-    assert httpx.post(f"{door.url}/v2/models/other/infer", content=b"{}", headers=header).status_code == 400
+    assert httpx.post(f"{endpoint.url}/v2/models/other/infer", content=b"{}", headers=header).status_code == 400
 
 
-def test_bytes_must_be_those_that_were_announced(door: Hosted) -> None:
+def test_bytes_must_be_those_that_were_announced(endpoint: Hosted) -> None:
     for size, behind in ((8, b"1234"), (4, b"12345678"), (-4, b""), (True, b"1")):
         tensor = {"name": "value", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": size}}
         head = msgspec.json.encode({"inputs": [tensor]})
         response = httpx.post(
-            f"{door.url}/v2/models/other/infer",
+            f"{endpoint.url}/v2/models/other/infer",
             content=head + behind,
             headers={"Inference-Header-Content-Length": str(len(head))},
         )
@@ -354,8 +354,8 @@ def test_numbers_that_json_cannot_tell_are_null(client: triton.InferenceServerCl
     assert response.get_output("value")["data"] == [None, None, 1.0]
 
 
-def test_nothing_of_the_server_is_named(door: Hosted) -> None:
-    response = httpx.get(f"{door.url}/v2")
+def test_nothing_of_the_server_is_named(endpoint: Hosted) -> None:
+    response = httpx.get(f"{endpoint.url}/v2")
     assert "server" not in response.headers
 
 
@@ -365,8 +365,8 @@ def test_every_answer_of_a_batch_gives_its_memory_back() -> None:
             raise InputError("less than nothing")
         return {"y": ask.inputs["x"]}
 
-    backend = Functions({"same": (face("same", {"x": "float32[2]"}, {"y": "float32[2]"}), answer)})
-    with hosted(backend) as door, triton.InferenceServerClient(f"127.0.0.1:{door.port}") as client:
+    backend = Functions({"same": (info("same", {"x": "float32[2]"}, {"y": "float32[2]"}), answer)})
+    with hosted(backend) as endpoint, triton.InferenceServerClient(f"127.0.0.1:{endpoint.port}") as client:
         client.infer("same", [given("x", np.ones((3, 2), np.float32), "FP32")])
         assert backend.released == 3
         bad = np.array([[1, 1], [-1, -1], [1, 1]], np.float32)

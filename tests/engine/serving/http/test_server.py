@@ -46,9 +46,9 @@ def backend() -> Functions:
 class Asking(threading.Thread):
     """Call a model in a thread; `response` is the response, or the error."""
 
-    def __init__(self, door: Hosted, model: str, stream: bool = False) -> None:
+    def __init__(self, endpoint: Hosted, model: str, stream: bool = False) -> None:
         super().__init__()
-        self._door, self._model, self._stream = door, model, stream
+        self._door, self._model, self._stream = endpoint, model, stream
         self.response: Any = None
         self.start()
 
@@ -69,11 +69,11 @@ def wait_asked(served: Functions, count: int) -> None:
 
 def test_a_drain_shows_at_once_refuses_new_work_and_finishes_open_work() -> None:
     served = backend()
-    with hosted(served) as door:
-        asking = Asking(door, "slow")
+    with hosted(served) as endpoint:
+        asking = Asking(endpoint, "slow")
         wait_asked(served, 1)
-        door.loop.call_soon_threadsafe(door.server.set_serving, False)
-        client = httpx.Client(base_url=door.url)
+        endpoint.loop.call_soon_threadsafe(endpoint.server.set_serving, False)
+        client = httpx.Client(base_url=endpoint.url)
         assert client.get("/readyz").status_code == client.get("/health").status_code == 503
         assert client.get("/v2/health/ready").status_code == 503
         assert client.get("/v2/models/chat/ready").status_code == 503
@@ -82,7 +82,7 @@ def test_a_drain_shows_at_once_refuses_new_work_and_finishes_open_work() -> None
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert "shutting down" in response.json()["error"]["message"]
         began = time.monotonic()
-        door.call(door.server.stop(10))
+        endpoint.call(endpoint.server.stop(10))
         assert time.monotonic() - began < 5
         asking.join()
         assert asking.response.json()["choices"][0]["message"]["content"] == "done"
@@ -93,12 +93,12 @@ def test_a_drain_shows_at_once_refuses_new_work_and_finishes_open_work() -> None
 def test_requests_beyond_the_grace_time_get_an_error_and_are_cancelled() -> None:
     served = backend()
     served.piece_s = 0.1
-    with hosted(served) as door:
-        whole, stream = Asking(door, "never"), Asking(door, "chat", stream=True)
+    with hosted(served) as endpoint:
+        whole, stream = Asking(endpoint, "never"), Asking(endpoint, "chat", stream=True)
         wait_asked(served, 2)
         time.sleep(0.3)
         began = time.monotonic()
-        door.call(door.server.stop(0.2))
+        endpoint.call(endpoint.server.stop(0.2))
         assert time.monotonic() - began < 5
         whole.join()
         stream.join()
@@ -110,51 +110,51 @@ def test_requests_beyond_the_grace_time_get_an_error_and_are_cancelled() -> None
 
 
 def test_connections_that_rest_do_not_hold_up_the_end() -> None:
-    with hosted(backend()) as door, httpx.Client() as client:
-        assert client.get(f"{door.url}/livez").status_code == 200
+    with hosted(backend()) as endpoint, httpx.Client() as client:
+        assert client.get(f"{endpoint.url}/livez").status_code == 200
         began = time.monotonic()
-        door.call(door.server.stop(30))
-        door.call(door.server.stop(30))
+        endpoint.call(endpoint.server.stop(30))
+        endpoint.call(endpoint.server.stop(30))
         assert time.monotonic() - began < 5
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:
-    with hosted(backend()) as door:
+    with hosted(backend()) as endpoint:
 
         async def again() -> None:
-            config = ServeConfig({}, http=HttpConfig(port=door.port))
+            config = ServeConfig({}, http=HttpConfig(port=endpoint.port))
             await HttpServer(config, backend(), Gate(None)).start()
 
         with pytest.raises(OSError):
-            door.call(again())
+            endpoint.call(again())
 
 
 def test_it_speaks_tls_and_nothing_else_where_it_has_a_certificate(tmp_path: Path) -> None:
     authority = Authority(tmp_path, "authority")
     certificate, key = authority.sign("server")
-    with hosted(backend(), tls=Tls(certificate, key)) as door:
+    with hosted(backend(), tls=Tls(certificate, key)) as endpoint:
         trusting = ssl.create_default_context(cafile=str(authority.file))
-        with httpx.Client(verify=trusting, base_url=f"https://127.0.0.1:{door.port}") as client:
+        with httpx.Client(verify=trusting, base_url=f"https://127.0.0.1:{endpoint.port}") as client:
             assert client.get("/readyz").json() == {"ready": True, "not_ready": []}
-            stock = openai.OpenAI(base_url=f"https://127.0.0.1:{door.port}/v1", api_key="x", http_client=client)
+            stock = openai.OpenAI(base_url=f"https://127.0.0.1:{endpoint.port}/v1", api_key="x", http_client=client)
             assert stock.chat.completions.create(model="chat", messages=HI).choices
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://127.0.0.1:{door.port}/livez")
+            httpx.get(f"http://127.0.0.1:{endpoint.port}/livez")
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"https://127.0.0.1:{door.port}/livez")
+            httpx.get(f"https://127.0.0.1:{endpoint.port}/livez")
 
 
 def test_readiness_names_what_is_not_ready_and_never_why() -> None:
     served = backend()
-    with hosted(served) as door:
+    with hosted(served) as endpoint:
         served.states["slow"] = "unavailable"
-        response = httpx.get(f"{door.url}/readyz")
+        response = httpx.get(f"{endpoint.url}/readyz")
         assert (response.status_code, response.json()) == (503, {"ready": False, "not_ready": ["slow"]})
 
 
 def test_figures_come_from_the_backend() -> None:
-    with hosted(backend()) as door:
-        response = httpx.get(f"{door.url}/metrics")
+    with hosted(backend()) as endpoint:
+        response = httpx.get(f"{endpoint.url}/metrics")
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         assert response.text == "weftline_up 1\n"
 
@@ -186,10 +186,10 @@ def test_a_reader_that_does_not_read_holds_its_stream_back() -> None:
             raise
 
     served.stream = flooding  # type: ignore[method-assign, assignment]
-    with hosted(served) as door:
+    with hosted(served) as endpoint:
         with httpx.stream(
             "POST",
-            f"{door.url}/v1/chat/completions",
+            f"{endpoint.url}/v1/chat/completions",
             json={"model": "flood", "messages": HI, "stream": True},
             timeout=10,
         ):
@@ -198,7 +198,7 @@ def test_a_reader_that_does_not_read_holds_its_stream_back() -> None:
             time.sleep(0.5)
             assert pieces == stuck
             assert stuck < 8192  # 32 MiB: what the kernel's socket buffers take, and not more
-            assert httpx.get(f"{door.url}/livez").status_code == 200
+            assert httpx.get(f"{endpoint.url}/livez").status_code == 200
         until = time.monotonic() + 10
         while "flood" not in served.withdrawn:
             assert time.monotonic() < until
@@ -206,10 +206,10 @@ def test_a_reader_that_does_not_read_holds_its_stream_back() -> None:
 
 
 def test_small_writes_leave_at_once() -> None:
-    with hosted(backend()) as door, httpx.Client() as client:
-        client.get(f"{door.url}/livez")
-        assert door.server._server is not None
-        (connection,) = door.server._server.server_state.connections
+    with hosted(backend()) as endpoint, httpx.Client() as client:
+        client.get(f"{endpoint.url}/livez")
+        assert endpoint.server._server is not None
+        (connection,) = endpoint.server._server.server_state.connections
         sock = connection.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
@@ -218,13 +218,13 @@ def test_small_writes_leave_at_once() -> None:
 def test_a_client_that_is_killed_takes_its_request_along(stream: bool) -> None:
     served = backend()
     served.piece_s = 0.1
-    with hosted(served) as door:
+    with hosted(served) as endpoint:
         body = json.dumps({"model": "chat" if stream else "never", "messages": HI, "stream": stream})
         script = (
             "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]));"
             "c.request('POST', '/v1/chat/completions', sys.argv[2]); c.getresponse().read()"
         )
-        client = subprocess.Popen([sys.executable, "-S", "-c", script, str(door.port), body])
+        client = subprocess.Popen([sys.executable, "-S", "-c", script, str(endpoint.port), body])
         wait_asked(served, 1)
         client.kill()
         client.wait(10)

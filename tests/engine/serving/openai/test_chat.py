@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.engine.serving.http.backends import Functions, chatting, face
+from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.errors import (
@@ -58,12 +58,12 @@ MODELS = {
     "fail": chatting(fail, "fail"),
     "slow": chatting(forever, "slow"),
     "breaks": chatting(lambda ask: {"text": "ab", "usage": StepError("it broke", "answer")}, "breaks"),
-    "plain": (face("plain", {"question": "text"}, {"reply": "text"}), lambda ask: {"reply": ask.inputs["question"]}),
+    "plain": (info("plain", {"question": "text"}, {"reply": "text"}), lambda ask: {"reply": ask.inputs["question"]}),
     "calls": (
-        face("calls", {"messages": "json", "tools": "json"}, {"text": "text", "tool_calls": "json"}),
+        info("calls", {"messages": "json", "tools": "json"}, {"text": "text", "tool_calls": "json"}),
         lambda ask: {"text": "", "tool_calls": [CALL]},
     ),
-    "numbers": (face("numbers", {"x": "float32[3]"}, {"y": "float32[3]"}), lambda ask: {}),
+    "numbers": (info("numbers", {"x": "float32[3]"}, {"y": "float32[3]"}), lambda ask: {}),
 }
 
 
@@ -73,14 +73,14 @@ def backend() -> Functions:
 
 
 @pytest.fixture(scope="module")
-def door(backend: Functions) -> Iterator[Hosted]:
-    with hosted(backend) as door:
-        yield door
+def endpoint(backend: Functions) -> Iterator[Hosted]:
+    with hosted(backend) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
-def client(door: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -102,7 +102,7 @@ def test_an_answer_comes_whole_with_its_usage(client: openai.OpenAI, backend: Fu
     assert response.id.startswith("chatcmpl-")
     ask = backend.asked[-1]
     assert ask.inputs == {"messages": HI, "sampling": {"tokens_max": 5, "temperature": 0.5}}
-    assert (ask.model, ask.outputs, ask.door) == ("chat", ("text", "usage"), "http")
+    assert (ask.model, ask.outputs, ask.protocol) == ("chat", ("text", "usage"), "http")
 
 
 def test_an_answer_streams_piece_by_piece_and_counts_at_the_end(client: openai.OpenAI) -> None:
@@ -229,12 +229,12 @@ def test_an_error_in_the_middle_of_a_stream_ends_it(client: openai.OpenAI) -> No
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_answer_withdraws_its_request(
-    door: Hosted, backend: Functions, stream: bool
+    endpoint: Hosted, backend: Functions, stream: bool
 ) -> None:
     body = {"model": "slow", "messages": HI, "stream": stream}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{door.url}/v1/chat/completions", json=body, headers={"x-request-id": f"leaves-{stream}"}, timeout=0.3
+            f"{endpoint.url}/v1/chat/completions", json=body, headers={"x-request-id": f"leaves-{stream}"}, timeout=0.3
         )
     wait_until(lambda: f"leaves-{stream}" in backend.withdrawn)
 
@@ -273,9 +273,9 @@ def test_models_are_listed_while_they_are_ready(client: openai.OpenAI, backend: 
     assert client.models.retrieve("chat").owned_by == "weftline"
 
 
-def test_the_async_client_works_too(door: Hosted) -> None:
+def test_the_async_client_works_too(endpoint: Hosted) -> None:
     async def chat() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=f"{endpoint.url}/v1", api_key="none") as client:
             stream = await client.chat.completions.create(model="chat", messages=HI, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
     (folder / "chat.yaml").write_text(CHAT)
     served = {"chat": ServedPipeline(folder / "chat.yaml")}
@@ -54,13 +54,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
             await backend.open()
             return backend
 
-        with hosted(open_backend) as door:
-            yield door
+        with hosted(open_backend) as endpoint:
+            yield endpoint
 
 
 @pytest.fixture(scope="module")
-def client(door: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -127,7 +127,7 @@ def test_what_the_step_refuses_is_a_bad_request_that_names_the_field(client: ope
     assert refused.value.param == "max_tokens"
 
 
-def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, door: Hosted) -> None:
+def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, endpoint: Hosted) -> None:
     stream = client.chat.completions.create(
         model="chat", messages=ASKED, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
     )

@@ -3,15 +3,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.serving.http.backends import face
+from tests.engine.serving.http.backends import info
 from weftline.engine.llm.messages import check_messages
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.messages import chat_inputs, read_conversation
 from weftline.engine.serving.openai.ports import chat_ports
 
-LLM = chat_ports(face("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
-PLAIN = chat_ports(face("m", {"question": "text"}, {"text": "text"}))
+LLM = chat_ports(info("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
+PLAIN = chat_ports(info("m", {"question": "text"}, {"text": "text"}))
 PNG = b"\x89PNG picture"
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
 
@@ -66,14 +66,14 @@ def test_pictures_of_the_last_message_with_any_go_to_the_image_inputs() -> None:
 
 
 def test_a_list_of_images_takes_all_that_are_left() -> None:
-    ports = chat_ports(face("m", {"q": "text", "first": "image", "rest": "list[image]"}, {"text": "text"}))
+    ports = chat_ports(info("m", {"q": "text", "first": "image", "rest": "list[image]"}, {"text": "text"}))
     parts = [{"type": "text", "text": "?"}, picture(), picture(), picture()]
     inputs = chat_inputs(body({"messages": [user(*parts)]}), ports)
     assert (inputs["first"], inputs["rest"]) == (PNG, [PNG, PNG])
 
 
 def test_recordings_go_to_the_audio_inputs() -> None:
-    ports = chat_ports(face("m", {"question": "audio"}, {"text": "text"}))
+    ports = chat_ports(info("m", {"question": "audio"}, {"text": "text"}))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(b"RIFF").decode(), "format": "wav"}}
     assert chat_inputs(body({"messages": [user(part)]}), ports) == {"question": b"RIFF"}
     with pytest.raises(HttpError, match="its input question got none"):

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.engine.serving.http.backends import Functions, chatting, face
+from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
@@ -38,9 +38,9 @@ async def embeds(ask: Ask) -> dict[str, Any]:
 
 MODELS = {
     "text": chatting(echoes, "text"),
-    "embed": (face("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
+    "embed": (info("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
     "ears": (
-        face("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
+        info("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
         lambda ask: {"text": f"{len(ask.inputs['speech'])} bytes of {ask.inputs.get('language', 'speech')}"},
     ),
 }
@@ -52,14 +52,14 @@ def backend() -> Functions:
 
 
 @pytest.fixture(scope="module")
-def door(backend: Functions) -> Iterator[Hosted]:
-    with hosted(backend, limits=ServeLimits(batch_max=8)) as door:
-        yield door
+def endpoint(backend: Functions) -> Iterator[Hosted]:
+    with hosted(backend, limits=ServeLimits(batch_max=8)) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
-def client(door: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0) as client:
+def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -104,12 +104,12 @@ def test_a_completion_streams(client: openai.OpenAI) -> None:
         ({"prompt": "a", "stream": "yes"}, "stream"),
     ],
 )
-def test_completions_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
-    response = httpx.post(f"{door.url}/v1/completions", json={"model": "text"} | body)
+def test_completions_refuse_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{endpoint.url}/v1/completions", json={"model": "text"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, door: Hosted) -> None:
+def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, endpoint: Hosted) -> None:
     response = client.embeddings.create(model="embed", input=["a", "bcd"])  # the client asks for base64
     assert [one.embedding for one in response.data] == [[1.0, 0.5, -1.0], [3.0, 0.5, -1.0]]
     assert (response.usage.prompt_tokens, response.usage.total_tokens) == (8, 8)
@@ -132,8 +132,8 @@ def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.Open
         ({"input": "a", "model": "text"}, "model"),
     ],
 )
-def test_embeddings_refuse_by_name(door: Hosted, body: dict[str, Any], param: str) -> None:
-    response = httpx.post(f"{door.url}/v1/embeddings", json={"model": "embed"} | body)
+def test_embeddings_refuse_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{endpoint.url}/v1/embeddings", json={"model": "embed"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
@@ -171,9 +171,9 @@ def test_a_transcription_streams(client: openai.OpenAI) -> None:
         ({"model": ""}, "model"),
     ],
 )
-def test_transcriptions_refuse_by_name(door: Hosted, fields: dict[str, str], param: str) -> None:
+def test_transcriptions_refuse_by_name(endpoint: Hosted, fields: dict[str, str], param: str) -> None:
     response = httpx.post(
-        f"{door.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", b"RIFF")}
+        f"{endpoint.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", b"RIFF")}
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -193,6 +193,6 @@ def test_transcriptions_refuse_by_name(door: Hosted, fields: dict[str, str], par
         (b"--x\r\nContent-Disposition: form-data\r\n\r\nears\r\n--x--", "multipart/form-data; boundary=x", 400),
     ],
 )
-def test_forms_that_are_none_are_refused(door: Hosted, content: bytes, kind: str, code: int) -> None:
-    response = httpx.post(f"{door.url}/v1/audio/transcriptions", content=content, headers={"content-type": kind})
+def test_forms_that_are_none_are_refused(endpoint: Hosted, content: bytes, kind: str, code: int) -> None:
+    response = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", content=content, headers={"content-type": kind})
     assert response.status_code == code

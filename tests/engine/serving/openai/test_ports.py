@@ -1,13 +1,13 @@
 import pytest
 
-from tests.engine.serving.http.backends import face
+from tests.engine.serving.http.backends import info
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.openai.ports import chat_ports, completion_ports, embedding_ports, speech_ports
 
 
 def test_a_model_with_messages_chats_and_its_other_ports_are_found_by_name() -> None:
     ports = chat_ports(
-        face(
+        info(
             "m",
             {"prompt": "text?", "messages": "json?", "sampling": "json?", "tools": "json?", "photo": "image?"},
             {"text": "text", "usage": "json", "answers": "json"},
@@ -19,16 +19,16 @@ def test_a_model_with_messages_chats_and_its_other_ports_are_found_by_name() -> 
 
 
 def test_a_model_with_one_text_input_chats_with_the_last_question() -> None:
-    ports = chat_ports(face("m", {"question": "text", "language": "text?"}, {"reply": "text"}))
+    ports = chat_ports(info("m", {"question": "text", "language": "text?"}, {"reply": "text"}))
     assert (ports.prompt, ports.output, ports.sampling) == ("question", "reply", None)
 
 
 def test_the_one_text_input_that_is_needed_is_the_question() -> None:
-    assert chat_ports(face("m", {"question": "text", "style": "text?"}, {"answer": "text"})).prompt == "question"
+    assert chat_ports(info("m", {"question": "text", "style": "text?"}, {"answer": "text"})).prompt == "question"
 
 
 def test_a_model_that_hears_and_sees_chats_too() -> None:
-    ports = chat_ports(face("m", {"question": "audio", "photo": "image"}, {"answer": "text", "transcript": "text"}))
+    ports = chat_ports(info("m", {"question": "audio", "photo": "image"}, {"answer": "text", "transcript": "text"}))
     assert (ports.prompt, ports.output) == (None, "answer")
 
 
@@ -44,28 +44,28 @@ def test_a_model_that_hears_and_sees_chats_too() -> None:
 )
 def test_a_model_that_cannot_chat_says_why(inputs: dict[str, str], outputs: dict[str, str], why: str) -> None:
     with pytest.raises(HttpError, match=why) as refused:
-        chat_ports(face("m", inputs, outputs))
+        chat_ports(info("m", inputs, outputs))
     assert (refused.value.code, refused.value.param) == (400, "model")
 
 
 def test_embeddings_come_from_the_one_float_vector() -> None:
-    ports = embedding_ports(face("m", {"text": "text"}, {"v": "float32[D]", "usage": "json", "ids": "int64[N]"}))
+    ports = embedding_ports(info("m", {"text": "text"}, {"v": "float32[D]", "usage": "json", "ids": "int64[N]"}))
     assert (ports.prompt, ports.output, ports.usage) == ("text", "v", "usage")
     with pytest.raises(HttpError, match="float vectors are none"):
-        embedding_ports(face("m", {"text": "text"}, {"v": "float32[3, H]"}))
+        embedding_ports(info("m", {"text": "text"}, {"v": "float32[3, H]"}))
     with pytest.raises(HttpError, match="float vectors are a, b"):
-        embedding_ports(face("m", {"text": "text"}, {"a": "float32[D]", "b": "float32[D]"}))
+        embedding_ports(info("m", {"text": "text"}, {"a": "float32[D]", "b": "float32[D]"}))
 
 
 def test_completions_want_a_prompt_and_not_messages_alone() -> None:
-    assert completion_ports(face("m", {"prompt": "text"}, {"text": "text"})).output == "text"
+    assert completion_ports(info("m", {"prompt": "text"}, {"text": "text"})).output == "text"
     with pytest.raises(HttpError):
-        completion_ports(face("m", {"messages": "json"}, {"text": "text"}))
+        completion_ports(info("m", {"messages": "json"}, {"text": "text"}))
 
 
 def test_transcription_wants_one_audio_input() -> None:
-    ports = speech_ports(face("m", {"speech": "audio", "language": "text?"}, {"transcript": "text", "words": "text"}))
+    ports = speech_ports(info("m", {"speech": "audio", "language": "text?"}, {"transcript": "text", "words": "text"}))
     assert (ports.audio, ports.output, ports.language, ports.prompt) == ("speech", "transcript", "language", None)
     for inputs in ({"text": "text"}, {"a": "audio", "b": "audio"}):
         with pytest.raises(HttpError, match="one is needed"):
-            speech_ports(face("m", inputs, {"text": "text"}))
+            speech_ports(info("m", inputs, {"text": "text"}))

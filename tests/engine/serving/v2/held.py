@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weftline.engine.serving.face import ModelFace, PortFace
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.errors import InputError
 
 
@@ -27,10 +27,10 @@ class HeldRegions:
         self.held[name][offset : offset + len(data)] = data
 
 
-def face(inputs: dict[str, str], outputs: dict[str, str] | None = None, **more: object) -> ModelFace:
-    """Return the face of a model `m`; a '?' after a port's name makes it optional, a '+' lets it stream."""
+def info(inputs: dict[str, str], outputs: dict[str, str] | None = None, **more: object) -> ModelInfo:
+    """Return the info of a model `m`; a '?' after a port's name makes it optional, a '+' lets it stream."""
 
-    def ports(written: dict[str, str]) -> tuple[PortFace, ...]:
-        return tuple(PortFace(name.rstrip("?+"), type, "?" in name, "+" in name) for name, type in written.items())
+    def ports(written: dict[str, str]) -> tuple[PortInfo, ...]:
+        return tuple(PortInfo(name.rstrip("?+"), type, "?" in name, "+" in name) for name, type in written.items())
 
-    return ModelFace("m", 3, ports(inputs), ports(outputs or {"y": "text"}), **more)  # type: ignore[arg-type]
+    return ModelInfo("m", 3, ports(inputs), ports(outputs or {"y": "text"}), **more)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from tests.engine.serving.v2.held import HeldRegions
 from weftline.engine.request import RequestOptions
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.face import ModelFace, face_of
+from weftline.engine.serving.model_info import ModelInfo, model_info
 from weftline.engine.serving.v2 import protobuf
 from weftline.engine.serving.v2.elements import encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Region, Tensor, WantedOutput
@@ -36,17 +36,17 @@ def session() -> Iterator[Session]:
 
 def served(session: Session, *inputs: Tensor, regions: HeldRegions | None = None, **more: object) -> InferResponse:
     """Send a request through every layer as bytes, and return the response a client reads."""
-    face: ModelFace = face_of("all", session.version, session.plan)
+    info: ModelInfo = model_info("all", session.version, session.plan)
     data = protobuf.request_bytes(InferRequest("all", inputs, **more))  # type: ignore[arg-type]
     request = protobuf.parse_request(b"".join([data]), ServeLimits())
-    asked = to_asks(request, face, ServeLimits(), regions)
+    asked = to_asks(request, info, ServeLimits(), regions)
 
     async def answer() -> list[Answer]:
         runs = [session.arun(RequestOptions(outputs=one.outputs), **one.inputs) for one in asked.asks]
         return [Answer(result, version=session.version) for result in await asyncio.gather(*runs)]
 
     return protobuf.parse_response(
-        protobuf.response_bytes(to_response(request, face, asyncio.run(answer()), asked.batch, regions))
+        protobuf.response_bytes(to_response(request, info, asyncio.run(answer()), asked.batch, regions))
     )
 
 

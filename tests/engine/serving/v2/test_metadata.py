@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc import model_config_pb2
 
-from tests.engine.serving.v2.held import face
-from weftline.engine.serving.face import LOADING, READY, UNAVAILABLE, ModelState
+from tests.engine.serving.v2.held import info
+from weftline.engine.serving.model_info import LOADING, READY, UNAVAILABLE, ModelState
 from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
 
 
@@ -28,18 +28,18 @@ from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_re
     ],
 )  # fmt: skip
 def test_a_port_has_a_datatype_and_a_shape(type: str, taken: Any, given: Any) -> None:
-    meta = metadata_of(face({"x": type}, {"y": type}))
+    meta = metadata_of(info({"x": type}, {"y": type}))
     assert (meta.inputs[0].datatype, meta.inputs[0].shape) == taken
     assert (meta.outputs[0].datatype, meta.outputs[0].shape) == given
 
 
 def test_a_model_has_a_name_a_version_and_a_platform() -> None:
-    meta = metadata_of(face({}))
+    meta = metadata_of(info({}))
     assert (meta.name, meta.versions, meta.platform) == ("m", ("3",), "weftline")
 
 
 def test_the_configuration_is_one_of_tritons() -> None:
-    model = face({"photo": "image", "hint?": "text"}, {"answer+": "text"}, steps=("see", "say"), stateful=True)
+    model = info({"photo": "image", "hint?": "text"}, {"answer+": "text"}, steps=("see", "say"), stateful=True)
     built: Any = model_config_pb2.ModelConfig(**config_of(model))  # type: ignore[attr-defined]
     assert built.name == "m" and built.platform == built.backend == "weftline" and built.max_batch_size == 0
     assert [(one.name, one.optional, list(one.dims)) for one in built.input] == [
@@ -53,7 +53,7 @@ def test_the_configuration_is_one_of_tritons() -> None:
 
 
 def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:
-    built: Any = model_config_pb2.ModelConfig(**config_of(face({"x": "text"})))  # type: ignore[attr-defined]
+    built: Any = model_config_pb2.ModelConfig(**config_of(info({"x": "text"})))  # type: ignore[attr-defined]
     assert not built.model_transaction_policy.decoupled and not built.HasField("sequence_batching")
 
 

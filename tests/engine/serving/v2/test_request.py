@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.serving.v2.held import HeldRegions, face
+from tests.engine.serving.v2.held import HeldRegions, info
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.face import ModelFace
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.v2.datatypes import DTYPES, NUMPY, datatype_of
 from weftline.engine.serving.v2.elements import encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
@@ -35,13 +35,13 @@ def words(name: str, *elements: bytes, shape: tuple[int, ...] | None = None) -> 
     return Tensor(name, "BYTES", (len(elements),) if shape is None else shape, encode_elements(elements))
 
 
-def ask(model: ModelFace, *inputs: Tensor, regions: HeldRegions | None = None, **more: Any) -> ParsedRequest:
+def ask(model: ModelInfo, *inputs: Tensor, regions: HeldRegions | None = None, **more: Any) -> ParsedRequest:
     return to_asks(InferRequest("m", inputs, **more), model, LIMITS, regions)
 
 
 def value(type: str, sent: Tensor, regions: HeldRegions | None = None) -> Any:
     """Return what one item's input `x` of a type becomes."""
-    asked = ask(face({"x": type}), sent, regions=regions)
+    asked = ask(info({"x": type}), sent, regions=regions)
     assert asked.batch is None and len(asked.asks) == 1
     return asked.asks[0].inputs["x"]
 
@@ -125,8 +125,8 @@ def test_no_text_from_json_ever_stands_where_a_file_could_be_named(type: str) ->
 
 
 def test_optional_inputs_may_be_left_out() -> None:
-    assert ask(face({"x?": "text"})).asks[0].inputs == {}
-    assert ask(face({"x": "text", "n?": "json"}), words("x", b"a")).asks[0].inputs == {"x": "a"}
+    assert ask(info({"x?": "text"})).asks[0].inputs == {}
+    assert ask(info({"x": "text", "n?": "json"}), words("x", b"a")).asks[0].inputs == {"x": "a"}
 
 
 # what is refused
@@ -200,7 +200,7 @@ def test_a_tensor_that_does_not_fit_its_port_is_refused_by_name(type: str, sent:
 def test_more_elements_than_a_list_may_have_are_not_taken_apart() -> None:
     sent = Tensor("x", "BYTES", (65_537,), bytes(4 * 65_537))
     with pytest.raises(InputError, match="at most 65536"):
-        to_asks(InferRequest("m", (sent,)), face({"x": "list[text]"}), ServeLimits())
+        to_asks(InferRequest("m", (sent,)), info({"x": "list[text]"}), ServeLimits())
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_more_elements_than_a_list_may_have_are_not_taken_apart() -> None:
 )  # fmt: skip
 def test_inputs_are_looked_up_and_each_comes_once(inputs: list[str], why: str) -> None:
     with pytest.raises(InputError, match=why) as refused:
-        ask(face({"x": "text", "n?": "text"}), *(words(name, b"a") for name in inputs))
+        ask(info({"x": "text", "n?": "text"}), *(words(name, b"a") for name in inputs))
     assert len(str(refused.value)) < 300
 
 
@@ -222,16 +222,16 @@ def test_inputs_are_looked_up_and_each_comes_once(inputs: list[str], why: str) -
 )
 def test_outputs_are_looked_up_and_each_is_wanted_once(outputs: list[str], why: str) -> None:
     with pytest.raises(InputError, match=why):
-        ask(face({}, {"y": "text", "z": "text"}), outputs=tuple(map(WantedOutput, outputs)))
+        ask(info({}, {"y": "text", "z": "text"}), outputs=tuple(map(WantedOutput, outputs)))
 
 
 def test_a_million_outputs_are_refused_before_they_are_looked_at() -> None:
     with pytest.raises(InputError, match="1000000 outputs"):
-        ask(face({}), outputs=(WantedOutput("y"),) * 1_000_000)
+        ask(info({}), outputs=(WantedOutput("y"),) * 1_000_000)
 
 
 def test_what_is_wanted_is_asked_for() -> None:
-    model = face({}, {"y": "text", "z": "text"})
+    model = info({}, {"y": "text", "z": "text"})
     assert ask(model).asks[0].outputs is None
     assert ask(model, outputs=(WantedOutput("z"),)).asks[0].outputs == ("z",)
     with pytest.raises(InputError, match="classification"):
@@ -241,12 +241,12 @@ def test_what_is_wanted_is_asked_for() -> None:
 @pytest.mark.parametrize("more", [{"version": "../1"}, {"version": "x" * 129}, {"id": "x" * 257}])
 def test_names_that_are_none_are_refused(more: dict[str, str]) -> None:
     with pytest.raises(InputError):
-        ask(face({}), **more)
+        ask(info({}), **more)
 
 
 def test_a_request_for_another_model_is_refused() -> None:
     with pytest.raises(InputError, match="another model"):
-        to_asks(InferRequest("other", ()), face({}), LIMITS)
+        to_asks(InferRequest("other", ()), info({}), LIMITS)
 
 
 # everything else of an ask
@@ -257,11 +257,11 @@ def test_an_ask_has_the_fields_of_the_request_and_its_call() -> None:
     request = InferRequest("m", (words("x", b"a"),), (), "3", "id7", parameters)
     asked = to_asks(
         request,
-        face({"x": "text"}),
+        info({"x": "text"}),
         LIMITS,
         deadline_ms=50,
         caller="ann",
-        door="grpc",
+        protocol="grpc",
         traceparent="00-1",
         size_bytes=9,
     )
@@ -269,7 +269,7 @@ def test_an_ask_has_the_fields_of_the_request_and_its_call() -> None:
     assert (one.model, one.inputs, one.outputs, one.deadline_ms, one.priority) == ("m", {"x": "a"}, None, 7.0, 99)
     assert (one.sequence, one.version, one.id) == (SequencePart("4", True), "3", "id7")
     assert (one.job, one.seed) == (True, 5)
-    assert (one.caller, one.door, one.traceparent, one.size_bytes) == ("ann", "grpc", "00-1", 9)
+    assert (one.caller, one.protocol, one.traceparent, one.size_bytes) == ("ann", "grpc", "00-1", 9)
     assert not asked.empty_final
 
 
@@ -278,7 +278,7 @@ def test_an_ask_has_the_fields_of_the_request_and_its_call() -> None:
 
 def test_one_dimension_more_everywhere_is_a_batch() -> None:
     rows = np.arange(6, dtype=np.float32).reshape(2, 3)
-    asked = ask(face({"x": "float32[3]", "t": "text"}), dense("x", rows), words("t", b"a", b"b"), id="7")
+    asked = ask(info({"x": "float32[3]", "t": "text"}), dense("x", rows), words("t", b"a", b"b"), id="7")
     assert asked.batch == 2
     assert [(one.inputs["x"].tolist(), one.inputs["t"], one.id) for one in asked.asks] == [
         ([0, 1, 2], "a", "7"), ([3, 4, 5], "b", "7"),
@@ -293,7 +293,7 @@ def test_one_dimension_more_everywhere_is_a_batch() -> None:
     ],
 )  # fmt: skip
 def test_text_is_a_batch_by_its_shape(type: str, shape: tuple[int, ...], batch: int | None) -> None:
-    asked = ask(face({"x": type}), words("x", *[b"a"] * math.prod(shape), shape=shape))
+    asked = ask(info({"x": type}), words("x", *[b"a"] * math.prod(shape), shape=shape))
     assert asked.batch == batch and len(asked.asks) == (batch or 1)
 
 
@@ -307,12 +307,12 @@ def test_text_is_a_batch_by_its_shape(type: str, shape: tuple[int, ...], batch: 
     ],
 )  # fmt: skip
 def test_numbers_are_a_batch_by_their_shape(type: str, shape: tuple[int, ...], batch: int | None) -> None:
-    asked = ask(face({"x": type}), dense("x", np.zeros(shape, np.float32)))
+    asked = ask(info({"x": type}), dense("x", np.zeros(shape, np.float32)))
     assert asked.batch == batch and len(asked.asks) == (batch or 1)
 
 
 def test_text_that_could_be_both_follows_its_companions() -> None:
-    model = face({"t": "text", "x": "float32[3]", "a?": "tensor"})
+    model = info({"t": "text", "x": "float32[3]", "a?": "tensor"})
     one, row = np.zeros(3, np.float32), np.zeros((1, 3), np.float32)
     assert ask(model, words("t", b"a"), dense("x", one)).batch is None
     assert ask(model, words("t", b"a"), dense("x", row)).batch == 1
@@ -322,11 +322,11 @@ def test_text_that_could_be_both_follows_its_companions() -> None:
 @pytest.mark.parametrize("rows", [0, 5])
 def test_a_batch_has_one_item_at_least_and_not_too_many(rows: int) -> None:
     with pytest.raises(InputError, match=f"a batch of {rows}, expected 1 to 4"):
-        ask(face({"x": "float32[3]"}), dense("x", np.zeros((rows, 3), np.float32)))
+        ask(info({"x": "float32[3]"}), dense("x", np.zeros((rows, 3), np.float32)))
 
 
 def test_inputs_that_disagree_on_the_batch_are_refused() -> None:
-    model = face({"t": "text", "x": "float32[3]"})
+    model = info({"t": "text", "x": "float32[3]"})
     with pytest.raises(InputError, match="x has a batch of 2"):
         ask(model, words("t", b"a"), dense("x", np.zeros((2, 3), np.float32)))
     with pytest.raises(InputError, match="t has a batch of 3"):
@@ -334,7 +334,7 @@ def test_inputs_that_disagree_on_the_batch_are_refused() -> None:
 
 
 def test_a_sequence_goes_one_item_at_a_time() -> None:
-    model, parameters = face({"t": "text"}), {"sequence_id": 1}
+    model, parameters = info({"t": "text"}), {"sequence_id": 1}
     assert ask(model, words("t", b"a", shape=(1, 1)), parameters=parameters).batch == 1
     with pytest.raises(InputError, match="one item at a time"):
         ask(model, words("t", b"a", b"b"), parameters=parameters)
@@ -357,7 +357,7 @@ def test_each_item_of_a_batch_in_a_region_is_read_on_its_own() -> None:
     rows = np.arange(3 * 4096, dtype=np.uint16).reshape(3, 4096)
     regions = HeldRegions(r=rows.tobytes())
     sent = Tensor("x", "BF16", rows.shape, region=Region("r", 0, rows.nbytes))
-    asked = ask(face({"x": "bfloat16[4096]"}), sent, regions=regions)
+    asked = ask(info({"x": "bfloat16[4096]"}), sent, regions=regions)
     for row, one in zip(rows, asked.asks, strict=True):
         pending = one.inputs["x"]
         assert pending.spec == TensorSpec("bfloat16", (4096,))
@@ -368,7 +368,7 @@ def test_each_item_of_a_batch_in_a_region_is_read_on_its_own() -> None:
 
 def test_what_must_be_looked_at_is_copied_out_of_its_region_once() -> None:
     regions = HeldRegions(r=encode_elements([b"before"]))
-    asked = ask(face({"x": "text"}), Tensor("x", "BYTES", (1,), region=Region("r", 0, 10)), regions=regions)
+    asked = ask(info({"x": "text"}), Tensor("x", "BYTES", (1,), region=Region("r", 0, 10)), regions=regions)
     regions.held["r"][:] = encode_elements([b"after!"])
     assert asked.asks[0].inputs["x"] == "before" and len(regions.reads) == 1
     booleans = HeldRegions(r=b"\2" * 20000)
@@ -395,7 +395,7 @@ def test_a_large_range_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_one_region_named_often_does_not_multiply() -> None:
-    model = face({"a": "text", "b": "text"}, request_bytes_max=100)
+    model = info({"a": "text", "b": "text"}, request_bytes_max=100)
     sent = [Tensor(name, "BYTES", (1,), region=Region("r", 0, 60)) for name in "ab"]
     regions = HeldRegions(r=bytes(60))
     with pytest.raises(LimitReached, match="120 bytes"):
@@ -407,9 +407,9 @@ def test_regions_are_refused_where_there_are_none() -> None:
     with pytest.raises(InputError, match="shares no memory"):
         value("float32[2]", Tensor("x", "FP32", (2,), region=Region("r", 0, 8)))
     with pytest.raises(InputError, match="shares no memory"):
-        ask(face({}), outputs=(WantedOutput("y", Region("r", 0, 8)),))
+        ask(info({}), outputs=(WantedOutput("y", Region("r", 0, 8)),))
     with pytest.raises(InputError, match="no region"):
-        ask(face({}), outputs=(WantedOutput("y", Region("r", 0, 9)),), regions=HeldRegions(r=bytes(8)))
+        ask(info({}), outputs=(WantedOutput("y", Region("r", 0, 9)),), regions=HeldRegions(r=bytes(8)))
 
 
 # fuzz
@@ -448,7 +448,7 @@ def test_random_tensors_are_values_of_their_bytes_or_an_input_error(
     sent = Tensor("x", datatype, tuple(shape), None if regions else raw, None, region)
     tracemalloc.start()
     try:
-        asked = ask(face({"x": type}), sent, regions=regions)
+        asked = ask(info({"x": type}), sent, regions=regions)
     except (InputError, LimitReached):
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
         return

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import InferResult, service_pb2
 
-from tests.engine.serving.v2.held import HeldRegions, face
+from tests.engine.serving.v2.held import HeldRegions, info
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
@@ -30,7 +30,7 @@ FOUND = Detections(np.float32([[1, 2, 3, 4]]), np.float32([0.5]), np.int32([0]),
 def answered(type: str, *values: Any, batch: int | None = None, name: str = "y") -> Tensor:
     """Return the tensor of output `y` of a type; several values are a batch."""
     answers = [Answer({"y": value}, version=3) for value in values]
-    (tensor,) = to_response(ALL, face({}, {name: type}), answers, batch).outputs
+    (tensor,) = to_response(ALL, info({}, {name: type}), answers, batch).outputs
     return tensor
 
 
@@ -63,7 +63,7 @@ def test_tensors_keep_their_bits_and_their_place(dtype: str) -> None:
     assert tensor.shape == ((2, 3, 2) if dtype == "complex64" else (2, 3))
     assert tensor.raw is not None and np.shares_memory(np.frombuffer(tensor.raw, np.uint8), array)
     sent_back = Tensor("x", tensor.datatype, tensor.shape, tensor.raw)
-    asked = to_asks(InferRequest("m", (sent_back,)), face({"x": f"{dtype}[2, 3]"}), ServeLimits())
+    asked = to_asks(InferRequest("m", (sent_back,)), info({"x": f"{dtype}[2, 3]"}), ServeLimits())
     assert np.array_equal(asked.asks[0].inputs["x"], array)
 
 
@@ -125,7 +125,7 @@ def test_outputs_that_do_not_stack_are_to_be_asked_for_one_at_a_time(values: tup
 
 
 def test_a_response_says_who_answered_what() -> None:
-    model = face({}, {"y": "text", "z": "text"})
+    model = info({}, {"y": "text", "z": "text"})
     answer = Answer({"y": "a", "z": "b"}, version=5)
     response = to_response(ALL, model, [answer], None)
     assert (response.model, response.version, response.id) == ("m", "5", "id7")
@@ -137,7 +137,7 @@ def test_a_response_says_who_answered_what() -> None:
 def test_outputs_are_written_into_regions() -> None:
     regions = HeldRegions(r=bytes(16))
     wanted = InferRequest("m", (), (WantedOutput("y", Region("r", 4, 12)), WantedOutput("t", Region("r", 12, 4))))
-    model = face({}, {"y": "float32[2]", "t?": "text"})
+    model = info({}, {"y": "float32[2]", "t?": "text"})
     answer = Answer({"y": np.float32([1, 2]), "t": None}, version=1)
     first, second = to_response(wanted, model, [answer], None, regions).outputs
     assert first.raw is None and first.region == Region("r", 4, 8)
@@ -149,12 +149,12 @@ def test_a_place_too_small_says_how_large_it_should_be_and_is_not_written() -> N
     regions = HeldRegions(r=bytes(16))
     wanted = InferRequest("m", (), (WantedOutput("y", Region("r", 0, 8)),))
     with pytest.raises(InputError, match="takes 9 bytes, its place in the region has 8"):
-        to_response(wanted, face({}, {"y": "text"}), [Answer({"y": "abcde"})], None, regions)
+        to_response(wanted, info({}, {"y": "text"}), [Answer({"y": "abcde"})], None, regions)
     assert regions.held["r"] == bytes(16)
 
 
 def test_a_piece_carries_what_is_new_and_nothing_else() -> None:
-    model = face({}, {"y+": "text", "z": "text"})
+    model = info({}, {"y+": "text", "z": "text"})
     response = to_chunk_response(ALL, model, StreamedOutput("y", "new", False), 5)
     assert [(one.name, elements(one)) for one in response.outputs] == [("y", [b"new"])]
     assert (response.version, response.id) == ("5", "id7")
@@ -163,7 +163,7 @@ def test_a_piece_carries_what_is_new_and_nothing_else() -> None:
 def test_a_stream_writes_whole_outputs_into_regions_and_no_pieces() -> None:
     regions = HeldRegions(r=bytes(16))
     wanted = InferRequest("m", (), (WantedOutput("y", Region("r", 0, 16)),))
-    model = face({}, {"y+": "text"})
+    model = info({}, {"y+": "text"})
     piece = to_chunk_response(wanted, model, StreamedOutput("y", "new", False), 5, regions)
     assert piece.outputs[0].region is None and regions.held["r"] == bytes(16)
     whole = to_chunk_response(wanted, model, StreamedOutput("y", "news", True), 5, regions)
@@ -171,7 +171,7 @@ def test_a_stream_writes_whole_outputs_into_regions_and_no_pieces() -> None:
 
 
 def test_the_stock_client_reads_text_and_numbers() -> None:
-    model = face({}, {"y": "list[text]", "z": "float16[2]", "a?": "text"})
+    model = info({}, {"y": "list[text]", "z": "float16[2]", "a?": "text"})
     answer = Answer({"y": ["a", "grün"], "z": np.float16([1, 2]), "a": None})
     data = response_bytes(to_response(ALL, model, [answer], None))
     result = InferResult(service_pb2.ModelInferResponse.FromString(data))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The gRPC door of a server in a process of its own, asked as `benchmarks/overload.py` asks a session."""
+"""`weftline serve` in a process of its own, asked as `benchmarks/overload.py` asks a session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weftline.engine.request import RequestOptions
 from weftline.pipelines.spec.builder import Builder
 
 
-class Door:
+class OverloadServer:
     """Asks one model of a server; a client of its own in each event loop, and nothing is sent twice."""
 
     def __init__(self, url: str, model: str, pid: int) -> None:
@@ -41,8 +41,8 @@ class Door:
 
 
 @contextmanager
-def door(pipeline: Builder) -> Iterator[Door]:
-    """Serve a pipeline, and yield its door when it is ready."""
+def overload_server(pipeline: Builder) -> Iterator[OverloadServer]:
+    """Serve a pipeline, and yield its address when it is ready."""
     with tempfile.TemporaryDirectory(prefix="weftline-bench-") as folder:
         file = Path(folder) / "overload.yaml"
         file.write_text(pipeline.to_yaml(), "utf-8")
@@ -57,7 +57,7 @@ def door(pipeline: Builder) -> Iterator[Door]:
                     break
             else:
                 raise SystemExit("the server did not start")
-            yield Door(url, "overload", process.pid)
+            yield OverloadServer(url, "overload", process.pid)
         finally:
             process.terminate()
             process.wait(30)

@@ -1,7 +1,7 @@
 """Metadata of a served model: ports, version and limits.
 
-A *model* is what a client names: a pipeline, or a step of one that its operator exposed as `pipeline.step`. Doors read
-faces to describe models and to check requests; a face is a value and can be sent to another process.
+A *model* is what a client names: a pipeline, or a step of one that its operator exposed as `pipeline.step`. Servers
+describe models and check requests with this metadata, which can be sent to another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOT_LOADED = "it is not loaded"
 """`why` of a model that was never loaded, or was unloaded by an admin."""
 
 
-class PortFace(msgspec.Struct, frozen=True):
+class PortInfo(msgspec.Struct, frozen=True):
     """One input or output of a model.
 
     type:     of one request's value, as a pipeline file writes it: `image`, `text`, `float32[3, H, W]`, `list[text]`.
@@ -37,7 +37,7 @@ class PortFace(msgspec.Struct, frozen=True):
         return PortType.parse(self.type)
 
 
-class ModelFace(msgspec.Struct, frozen=True):
+class ModelInfo(msgspec.Struct, frozen=True):
     """A model as clients see it.
 
     version:           of what serves now; it rises with each reload.
@@ -50,8 +50,8 @@ class ModelFace(msgspec.Struct, frozen=True):
 
     name: str
     version: int
-    inputs: tuple[PortFace, ...]
-    outputs: tuple[PortFace, ...]
+    inputs: tuple[PortInfo, ...]
+    outputs: tuple[PortInfo, ...]
     steps: tuple[str, ...] = ()
     items_max: int = 1
     stateful: bool = False
@@ -64,10 +64,10 @@ class ModelFace(msgspec.Struct, frozen=True):
         """Whether an output comes in pieces to those who ask for a stream."""
         return any(port.pieces for port in self.outputs)
 
-    def input(self, name: str) -> PortFace | None:
+    def input(self, name: str) -> PortInfo | None:
         return next((port for port in self.inputs if port.name == name), None)
 
-    def output(self, name: str) -> PortFace | None:
+    def output(self, name: str) -> PortInfo | None:
         return next((port for port in self.outputs if port.name == name), None)
 
 
@@ -75,7 +75,7 @@ class ModelState(msgspec.Struct, frozen=True):
     """One line of the index.
 
     state: READY, LOADING or UNAVAILABLE.
-    why:   what is wrong, for operators; '' when nothing is. Doors show it to admins only.
+    why:   what is wrong, for operators; '' when nothing is. Servers show it to admins only.
     """
 
     name: str
@@ -88,15 +88,15 @@ class ModelState(msgspec.Struct, frozen=True):
         return self.state == READY
 
 
-def face_of(name: str, version: int, plan: Plan) -> ModelFace:
-    """Return the face of a plan that serves under `name`."""
+def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
+    """Return the metadata of a plan served as `name`."""
     inputs = tuple(
-        PortFace(one.name, str(plan.input_types[one.name]), one.may_be_left_out, about=one.about)
+        PortInfo(one.name, str(plan.input_types[one.name]), one.may_be_left_out, about=one.about)
         for one in plan.inputs
         if not one.hidden
     )
-    outputs = tuple(PortFace(one.name, str(one.type), one.optional, one.pieces) for one in plan.outputs)
-    return ModelFace(
+    outputs = tuple(PortInfo(one.name, str(one.type), one.optional, one.pieces) for one in plan.outputs)
+    return ModelInfo(
         name,
         version,
         inputs,
