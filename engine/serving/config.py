@@ -121,6 +121,9 @@ class GrpcConfig:
     socket_group: Annotated[str, Field(pattern=GROUP_PATTERN)] | None = None
     """A group whose members may use the socket too."""
 
+    transport: Literal["auto", "nghttp2", "grpcio"] = "auto"
+    """'nghttp2' or 'grpcio'; 'auto' is nghttp2 where libnghttp2 is installed, which is faster on small messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
@@ -182,6 +185,9 @@ class ServeLimits:
 
     streams_max: Annotated[int, _number(1, 1_000_000)] = 256
     """Most calls at a time of one connection."""
+
+    connections_max: Annotated[int, _number(1, 1_000_000)] = 1024
+    """Most gRPC connections of a process at a time; further ones are closed. Not enforced by the transport grpcio."""
 
     stream_requests_max: Annotated[int, _number(1, 1_000_000)] = 256
     """Most unanswered requests of one ModelStreamInfer call."""

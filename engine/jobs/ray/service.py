@@ -26,8 +26,9 @@ from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
+from weftline.engine.serving.grpc.grpcio_transport import GrpcGuard, handler, refuse
 from weftline.engine.serving.grpc.server import GrpcServer
-from weftline.engine.serving.grpc.transport import GrpcGuard, refuse
+from weftline.engine.serving.grpc.service import Guard
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.local import LocalBackend
@@ -60,8 +61,8 @@ class PipelineReplica:
             self._config, self._backend, gate, memory, figures=self._statistics.tell, version=version()
         )  # fmt: skip
         methods = (*UNARY, STREAM, CHECK)
-        self._guard = GrpcGuard(gate, DrainSwitch(), [full_name(name) for name in methods])
-        self._handlers = {name: server.handlers[full_name(name).split("/")[1]][name] for name in methods}
+        self._guard = GrpcGuard(Guard(gate, DrainSwitch(), [full_name(name) for name in methods]))
+        self._handlers = {name: handler(server.methods[full_name(name)]) for name in methods}
         try:
             await self._backend.open()
         except BaseException as error:
@@ -82,13 +83,13 @@ class PipelineReplica:
         """Answer a method with one request; what is wrong becomes the status of the call."""
         call = RayCallContext(context)
         try:
-            handler = await self._handler(method, call)
+            found = await self._handler(method, call)
             if len(data) > self._config.limits.message_bytes_max:
                 most = self._config.limits.message_bytes_max
                 await refuse(call, LimitReached(f"the message has {len(data)} bytes; the most is {most}"))
-            if handler.unary_unary is not None:
-                return Message(await handler.unary_unary(data, call))
-            await handler.stream_stream(None, call)  # the guard's, which refuses
+            if found.unary_unary is not None:
+                return Message(await found.unary_unary(data, call))
+            await found.stream_stream(None, call)  # the guard's, which refuses
         except Aborted:
             pass
         return Message(b"")
@@ -108,8 +109,8 @@ class PipelineReplica:
 
     async def _stream(self, method: str, call: RayCallContext) -> None:
         try:
-            handler = await self._handler(method, call)
-            await handler.stream_stream(None, call)
+            found = await self._handler(method, call)
+            await found.stream_stream(None, call)
         except Aborted:
             pass
         finally:

@@ -46,12 +46,13 @@ class TlsFiles:
     PipelineError, with every problem, when they cannot be used at the start.
     """
 
-    def __init__(self, tls: Tls) -> None:
+    def __init__(self, tls: Tls, protocol: str = "http/1.1") -> None:
         self._tls = tls
+        self._protocol = protocol
         self._lock = threading.Lock()
         self._seen = _signature(tls)
         self._pem = read_pem(tls)
-        self._context = context_of(self._pem)
+        self._context = context_of(self._pem, protocol)
 
     @property
     def pem(self) -> Pem:
@@ -70,7 +71,7 @@ class TlsFiles:
             self._seen = seen
             try:
                 pem = read_pem(self._tls)
-                context = context_of(pem)
+                context = context_of(pem, self._protocol)
             except PipelineError as error:
                 _log.error("the TLS files have changed and cannot be used; the ones read before stay: %s", error)
                 return False
@@ -98,18 +99,20 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
     )
 
 
-def ssl_context(tls: Tls) -> ssl.SSLContext:
-    """Return a context for an HTTP server; with `client_ca`, clients must show a certificate.
+def ssl_context(tls: Tls, protocol: str = "http/1.1") -> ssl.SSLContext:
+    """Return a context for a server; with `client_ca`, clients must show a certificate.
+
+    protocol: offered by ALPN: 'http/1.1' or 'h2'.
 
     The files are looked at during each handshake, when the client has said hello and before it is answered.
     """
-    files = TlsFiles(tls)
+    files = TlsFiles(tls, protocol)
 
     def hello(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
         files.fresh()
         connection.context = files.context
 
-    front = context_of(files.pem)
+    front = context_of(files.pem, protocol)
     front.sni_callback = hello
     return front
 
@@ -125,12 +128,12 @@ def read_pem(tls: Tls) -> Pem:
     return Pem(certificate, key, client_ca)
 
 
-def context_of(pem: Pem) -> ssl.SSLContext:
+def context_of(pem: Pem, protocol: str = "http/1.1") -> ssl.SSLContext:
     """Return a server's context; PipelineError when the key is not the certificate's, or one of them is no PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     with ExitStack() as stack:
         certificate, key = (_as_file(data, stack) for data in (pem.certificate, pem.key))
         try:

@@ -6,6 +6,7 @@ are placed in an arena; those of a response are views of shared memory until one
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -49,6 +50,20 @@ class Inference:
             request = parse_request(data, self.limits)
             info, parsed = await self.parse(request, call, len(data))
             return await self.run(request, info, parsed, call, response_bytes)
+
+    def start(
+        self, data: bytes, call: CallContext, done: Callable[[list[bytes | memoryview] | BaseException], None]
+    ) -> Callable[[], None]:
+        """As `infer`, without waiting: `done` gets the parts of the response, or the error."""
+
+        def finish(task: asyncio.Task[bytes]) -> None:
+            if not task.cancelled():
+                error = task.exception()
+                done([task.result()] if error is None else error)
+
+        task = asyncio.ensure_future(self.infer(data, call))
+        task.add_done_callback(finish)
+        return lambda: None if task.done() else (task.cancel(), None)[1]
 
     def held(self, size_bytes: int) -> AbstractContextManager[None]:
         """Count a received message against the budget; LimitReached if it is exceeded."""

@@ -1,20 +1,30 @@
-"""Types between the v2 services and their transport.
+"""Types between the v2 services and the transports.
 
 Services are functions of protobuf messages: one request to one response, or to a stream of them. They raise exceptions
-for errors and read the caller from CALLER. They do not import gRPC: `transport.py` makes gRPC handlers from them.
+for errors and read the caller from CALLER. For a transport they become methods of raw messages: `UnaryMethod`,
+`StreamMethod` or `InferMethod`, by path. Neither services nor methods depend on a transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 
-from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
+from weftline.engine.serving.auth.gate import ANONYMOUS, Caller, Gate
+from weftline.engine.serving.auth.methods import METHODS, OPEN
+from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 from weftline.errors import InputError
+
+if TYPE_CHECKING:
+    from weftline.engine.serving.grpc.infer import Inference
 
 CALLER: ContextVar[Caller] = ContextVar("weftline_caller", default=ANONYMOUS)
 """Caller of the current call, set by the transport."""
@@ -57,6 +67,112 @@ class StreamCall(Protocol):
 
     async def write(self, message: bytes) -> None:
         """Send a message, with flow control; asyncio.CancelledError if the call has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryMethod:
+    """One encoded request to one encoded response. Runs in a task with CALLER set."""
+
+    run: Callable[[bytes], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMethod:
+    """A call with streams of encoded messages. Runs in a task with CALLER set."""
+
+    run: Callable[[StreamCall], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class InferMethod:
+    """ModelInfer: the unary method that a transport may run without a task."""
+
+    inference: Inference
+
+
+Method = UnaryMethod | StreamMethod | InferMethod
+
+
+def unary(method: Unary, descriptor: MethodDescriptor) -> UnaryMethod:
+    """Return the method of a service function with one request and one response."""
+    message = request_class(descriptor)
+
+    async def run(data: bytes) -> bytes:
+        response = await method(parse(message, data))
+        return bytes(response.SerializeToString())
+
+    return UnaryMethod(run)
+
+
+def server_stream(method: ServerStream, descriptor: MethodDescriptor) -> StreamMethod:
+    """Return the method of a service function with one request and a stream of responses."""
+    message = request_class(descriptor)
+
+    async def run(call: StreamCall) -> None:
+        data = await call.read()
+        if data is None:
+            raise InputError("found no request message, expected one")
+        async with aclosing(method(parse(message, data))) as responses:
+            async for response in responses:
+                await call.write(response.SerializeToString())
+
+    return StreamMethod(run)
+
+
+def bidirectional(method: Bidirectional, descriptor: MethodDescriptor) -> StreamMethod:
+    """Return the method of a service function with streams of requests and responses."""
+    message = request_class(descriptor)
+
+    async def requests(call: StreamCall) -> AsyncIterator[Any]:
+        while (data := await call.read()) is not None:
+            yield parse(message, data)
+
+    async def run(call: StreamCall) -> None:
+        async with aclosing(method(requests(call))) as responses:
+            async for response in responses:
+                await call.write(response.SerializeToString())
+
+    return StreamMethod(run)
+
+
+class UnknownMethod(Exception):
+    """There is no method at the path: UNIMPLEMENTED."""
+
+
+class Guard:
+    """Authorise calls before their messages are read.
+
+    methods: paths that are served; any other is UNIMPLEMENTED, with or without a token.
+    """
+
+    def __init__(self, gate: Gate, serving: DrainSwitch, methods: Collection[str]) -> None:
+        self._gate = gate
+        self._serving = serving
+        self._methods = frozenset(methods)
+
+    def admit(self, path: str, authorization: Sequence[str | bytes]) -> Caller:
+        """Return the caller of a call, from every value of its `authorization` metadata.
+
+        UnknownMethod; SessionClosed while the server drains, but for health checks; AccessDenied or LimitReached.
+        """
+        if path not in self._methods:
+            raise UnknownMethod(path)
+        if not self._serving.on and METHODS.get(path) is not OPEN:
+            raise draining_error()
+        return self._gate.admit(path, authorization) if self._gate.asks_tokens else self._gate.enter(path, None)
+
+
+def pushback(retry_after_s: float) -> Mapping[str, str]:
+    """Return the trailing metadata with the retry delay in milliseconds (gRFC A6)."""
+    if retry_after_s <= 0:
+        return {}
+    ms = str(math.ceil(retry_after_s * 1000))
+    return {"retry-after-ms": ms, "grpc-retry-pushback-ms": ms}
+
+
+def request_class(descriptor: MethodDescriptor) -> Any:
+    """Return the message class of a method's request."""
+    return GetMessageClass(descriptor.input_type)
 
 
 def parse(message: Any, data: bytes) -> Any:

@@ -10,12 +10,13 @@ with served_in_thread({"echo": ECHO}, shared_memory=True) as server:
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServedPipeli
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
+
+TRANSPORT: Any = os.environ.get("WEFTLINE_TEST_TRANSPORT", "nghttp2")
+"""Transport of the servers in these tests; `test_grpcio.py` runs them with the other one."""
 
 ECHO = """weftline: 1
 name: echo
@@ -122,7 +126,8 @@ async def served(
                 file.write_text(text)
             entries[name] = ServedPipeline(file, tuple((expose or {}).get(name, ())), name not in lazy)
         limits = limits or ServeLimits()
-        full = ServeConfig(entries, grpc or GrpcConfig(port=0), limits=limits, shared_memory=shared_memory, **config)
+        grpc = replace(grpc or GrpcConfig(port=0), transport=TRANSPORT)
+        full = ServeConfig(entries, grpc, limits=limits, shared_memory=shared_memory, **config)
         statistics, records = Statistics(), list[Record]()
         backend = LocalBackend(repository, entries, observers=[statistics, records.append])
         await backend.open()

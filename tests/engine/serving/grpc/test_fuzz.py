@@ -21,7 +21,7 @@ from tests.engine.serving.grpc.requests import METHOD, numbers, request, text_re
 from tests.engine.serving.grpc.served import ECHO, TEXT, Served, served_in_thread
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc.protos import INFERENCE_SERVICE
-from weftline.engine.serving.grpc.transport import request_class
+from weftline.engine.serving.grpc.service import request_class
 
 INSIDE = re.compile(
     r"0x[0-9a-f]{6,}|Traceback|File \"|\.py\b|/(?:work|home|usr|tmp|dev|etc|root)/|google\.|<class|memfd"

@@ -18,7 +18,7 @@ from tests.engine.serving.grpc.requests import METHOD, request, text_request
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, WORDS, Served, served
 from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServeLimits
 from weftline.engine.serving.grpc import server as server_module
-from weftline.engine.serving.grpc.server import options
+from weftline.engine.serving.grpc.grpcio_transport import options
 from weftline.errors import ModelError
 
 SLOW = WORDS.replace("delay_ms: 5", "delay_ms: 100")
@@ -164,4 +164,4 @@ def test_only_the_transport_and_the_server_import_grpc() -> None:
     users = {
         path.name for path in folder.glob("*.py") if re.search(r"^\s*(import|from) grpc\b", path.read_text(), re.M)
     }
-    assert users == {"transport.py", "server.py"}
+    assert users == {"grpcio_transport.py"}

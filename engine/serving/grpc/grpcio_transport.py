@@ -1,0 +1,235 @@
+"""gRPC transport on grpcio: used where libnghttp2 is not installed, or selected with `grpc.transport: grpcio`.
+
+The only module of the package that imports gRPC. Handlers receive and return bytes: gRPC's own deserialisation would
+quote class names in errors, and would copy tensors. The interceptor authorises every call before it reads a message,
+and leaves the caller in CALLER (gRPC runs interceptor and handler in one task).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from weftline.engine.serving.auth.tls import server_credentials
+from weftline.engine.serving.config import ServeConfig, ServeLimits
+from weftline.engine.serving.grpc.service import (
+    CALLER,
+    CallContext,
+    Guard,
+    InferMethod,
+    Method,
+    StreamMethod,
+    UnknownMethod,
+    pushback,
+)
+from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.unix_socket import placed
+from weftline.errors import ModelError
+
+Context = Any
+"""A grpc.aio.ServicerContext; its stubs are generic in messages, which are bytes here."""
+
+CODES: Mapping[str, grpc.StatusCode] = {code.name: code for code in grpc.StatusCode}
+
+PING_WAITS = 3
+"""Ping timeout in multiples of `keepalive_wait_s`, for a client whose machine acknowledges its packets: the ping's
+response may be queued behind a large message on a slow connection. (gRPC's default: a minute.)"""
+
+
+class GrpcioTransport:
+    """Serves methods with grpc.aio in the event loop that calls `listen`."""
+
+    name = "grpcio"
+
+    def __init__(self, config: ServeConfig, methods: Mapping[str, Method], guard: Guard) -> None:
+        self._config = config
+        self._server = grpc.aio.server(
+            interceptors=[GrpcGuard(guard)],
+            options=options(config),
+            maximum_concurrent_rpcs=config.limits.calls_max,
+        )
+        services: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+        for path, method in methods.items():
+            _, service, name = path.split("/")
+            services.setdefault(service, {})[name] = handler(method)
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
+        )
+
+    async def listen(self) -> int:
+        """Listen and return the port, 0 for a Unix socket; ModelError if the address is not available."""
+        config = self._config.grpc
+        if config.socket is None:
+            port = self._bind(_address(config.host, config.port))
+        else:
+            with placed(config.socket, config.socket_group) as private:
+                port = self._bind(f"unix:{private}")
+        await self._server.start()
+        return port
+
+    async def close(self, grace_s: float) -> None:
+        """Close the sockets, let open calls finish for `grace_s` seconds, and cancel the rest."""
+        await self._server.stop(grace_s)
+
+    def _bind(self, address: str) -> int:
+        config, tls = self._config.grpc, self._config.tls
+        try:
+            if tls is None:
+                port = int(self._server.add_insecure_port(address))
+            else:
+                port = int(self._server.add_secure_port(address, server_credentials(tls)))
+        except RuntimeError:
+            where, why = f"{config.host} port {config.port}", "it is in use, or not an address of this host"
+            if config.socket is not None:
+                where, why = f"the socket {config.socket}", "its path may be too long"
+            raise ModelError(f"gRPC cannot listen at {where}: {why}") from None
+        return 0 if config.socket is not None else port
+
+
+def options(config: ServeConfig) -> list[tuple[str, Any]]:
+    """Return gRPC's channel arguments for a server.
+
+    The message limit applies after decompression. HPACK's dynamic table is disabled: with it, one byte can refer to
+    4 KB of headers, 16 000 times in a frame. This holds once a client has acknowledged the setting, so a client that
+    does not is disconnected. The port is shared only between ingress processes: a second server would otherwise receive
+    half of the calls.
+    """
+    limits: ServeLimits = config.limits
+    keepalive_ms = int(limits.keepalive_s * 1000)
+    return [
+        ("grpc.max_receive_message_length", limits.message_bytes_max),
+        ("grpc.max_send_message_length", limits.message_bytes_max),
+        ("grpc.max_concurrent_streams", limits.streams_max),
+        ("grpc.max_metadata_size", limits.metadata_bytes_max),  # between these two limits gRPC refuses at random
+        ("grpc.absolute_max_metadata_size", limits.metadata_bytes_max),
+        ("grpc.so_reuseport", int(config.grpc.processes > 1)),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", int(limits.keepalive_wait_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", PING_WAITS * int(limits.keepalive_wait_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_ping_strikes", 4),
+        ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 10_000)),
+        ("grpc.server_handshake_timeout_ms", int(limits.header_s * 1000)),
+        ("grpc.http2.hpack_table_size.decoder", 0),
+        ("grpc.http2.settings_timeout", int(limits.header_s * 1000)),
+    ]
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+# handlers
+
+
+async def refuse(context: Context, error: BaseException) -> None:
+    """End the call with the status of `error`; never returns."""
+    status = to_status(error)
+    await context.abort(CODES[status.status], status.message, tuple(pushback(status.retry_after_s).items()))
+
+
+def handler(method: Method) -> grpc.RpcMethodHandler:
+    """Return gRPC's handler of a method."""
+    if isinstance(method, StreamMethod):
+        return grpc.stream_stream_rpc_method_handler(_stream_handler(method))
+    if isinstance(method, InferMethod):
+        return grpc.unary_unary_rpc_method_handler(_infer_handler(method))
+    run = method.run
+
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            return await run(data)
+        except Exception as error:
+            await refuse(context, error)
+            raise  # not reached
+
+    return grpc.unary_unary_rpc_method_handler(handle)
+
+
+def _infer_handler(method: InferMethod) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            call = _call_context(context, "grpc")
+            response = await method.inference.infer(data, call)
+            if call.span:
+                context.set_trailing_metadata((("traceparent", call.span),))
+            return response
+        except Exception as error:
+            await refuse(context, error)
+            raise  # not reached
+
+    return handle
+
+
+def _stream_handler(method: StreamMethod) -> Callable[[object, Context], Awaitable[None]]:
+    async def handle(requests: object, context: Context) -> None:
+        try:
+            await method.run(GrpcioStreamCall(context))
+        except Exception as error:
+            await refuse(context, error)
+
+    return handle
+
+
+class GrpcioStreamCall:
+    """Implements `StreamCall` for a grpc.aio context."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def context(self) -> CallContext:
+        return _call_context(self._context, "grpc-stream")
+
+    async def read(self) -> bytes | None:
+        data = await self._context.read()
+        return None if data is grpc.aio.EOF else data
+
+    async def write(self, message: bytes) -> None:
+        try:
+            await self._context.write(message)
+        except grpc.aio.BaseError:  # the call has ended
+            raise asyncio.CancelledError from None
+
+
+def _call_context(context: Context, protocol: str) -> CallContext:
+    left_s = context.time_remaining()
+    parent = ""
+    for key, value in context.invocation_metadata():
+        if key == "traceparent":
+            parent = value if isinstance(value, str) else ""
+    return CallContext(CALLER.get(), protocol, None if left_s is None else left_s * 1000, parent)
+
+
+class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Admits every call by the guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        tokens = [value for key, value in handler_call_details.invocation_metadata if key == "authorization"]
+        try:
+            CALLER.set(self._guard.admit(handler_call_details.method, tokens))
+        except Exception as error:
+            return _refusing_handler(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing_handler(error: Exception) -> Any:
+    """Return a handler that ends a call of any kind before it reads a message."""
+
+    async def handle(requests: object, context: Context) -> None:
+        if isinstance(error, UnknownMethod):
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
+        else:
+            await refuse(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(handle)

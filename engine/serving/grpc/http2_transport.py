@@ -1,0 +1,860 @@
+"""gRPC over HTTP/2 in the asyncio loop, on libnghttp2 (gRPC over HTTP2: github.com/grpc/grpc, doc/PROTOCOL-HTTP2.md).
+
+    socket -> GrpcConnection.buffer_updated -> Http2Connection.receive -> events -> GrpcCall -> method
+    socket <- transport.write <- Http2Connection.data_to_send <- respond, write, finish, refuse <- method
+
+A unary ModelInfer runs without a task: `Inference.start` calls back in the loop. Every other method runs in a task.
+Responses that are ready in one turn of the loop are sent by one write. After TURN_S the rest of the received work waits
+for the next turn, and nothing more is read from that connection.
+
+What a client can make the server hold: STREAM_WINDOW_BYTES for each call, the messages admitted to the byte budget
+(checked against the length prefix, before the receive window is raised), and responses that it does not read, of calls
+that were admitted. A connection with more than UNSENT_BYTES_MAX of those is not read from, and one that takes nothing
+for STALL_S is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+from urllib.parse import quote_from_bytes
+
+from weftline.engine.runtime.byte_budget import ByteBudget
+from weftline.engine.serving.auth.gate import Caller
+from weftline.engine.serving.auth.tls import ssl_context
+from weftline.engine.serving.config import FREE_BYTES, ServeConfig
+from weftline.engine.serving.grpc.nghttp2 import (
+    BODY,
+    END,
+    OK_TRAILERS,
+    REQUEST,
+    STREAM_WINDOW_BYTES,
+    Event,
+    Field,
+    Http2Connection,
+    Http2Error,
+    Http2Limits,
+    Http2Stream,
+)
+from weftline.engine.serving.grpc.service import (
+    CALLER,
+    CallContext,
+    Guard,
+    InferMethod,
+    Method,
+    StreamMethod,
+    UnknownMethod,
+    pushback,
+)
+from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.unix_socket import placed
+from weftline.errors import DeadlineExceeded, LimitReached, ModelError, RequestCancelled, WeftlineError
+
+READ_BYTES = 256 << 10
+"""Most bytes read from a socket at a time; one buffer serves all connections of a server."""
+
+SLICE_BYTES = 32 << 10
+"""Bytes that are processed between two looks at the clock."""
+
+TURN_S = 0.001
+"""Work of one connection in one turn of the event loop."""
+
+FLUSH_BYTES = 1 << 20
+"""Most bytes handed to the socket in one turn of the event loop."""
+
+JOIN_BYTES_MAX = 64 << 10
+"""Frames of up to this total are joined into one write."""
+
+UNSENT_BYTES_MAX = 64 << 20
+"""Bytes of responses that a connection has not taken, from which nothing more is read from it."""
+
+STALL_S = 60.0
+"""Longest time in which a connection with waiting responses takes no byte."""
+
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
+
+PING_INTERVAL_S = 10.0
+"""Interval at which a client may ping without calls; more often is a flood (gRFC A8)."""
+
+CODES: Mapping[str, bytes] = {
+    "OK": b"0", "CANCELLED": b"1", "UNKNOWN": b"2", "INVALID_ARGUMENT": b"3", "DEADLINE_EXCEEDED": b"4",
+    "NOT_FOUND": b"5", "ALREADY_EXISTS": b"6", "PERMISSION_DENIED": b"7", "RESOURCE_EXHAUSTED": b"8",
+    "FAILED_PRECONDITION": b"9", "ABORTED": b"10", "OUT_OF_RANGE": b"11", "UNIMPLEMENTED": b"12", "INTERNAL": b"13",
+    "UNAVAILABLE": b"14", "DATA_LOSS": b"15", "UNAUTHENTICATED": b"16",
+}  # fmt: skip
+"""gRPC's status codes by name."""
+
+_CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.IGNORECASE)
+_TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+_TIMEOUT_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_HEAD: Sequence[Field] = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+
+_log = logging.getLogger("weftline.ingress")
+
+
+class _Malformed(WeftlineError):
+    """A call that does not follow gRPC's protocol."""
+
+    status = "INTERNAL"
+
+
+class _Unsupported(WeftlineError):
+    """A call that uses a part of gRPC's protocol that this server does not have."""
+
+    status = "UNIMPLEMENTED"
+
+
+# the protocol, as functions of bytes
+
+
+def parse_timeout(value: bytes) -> float:
+    """Return a `grpc-timeout` in seconds; _Malformed if it is not one."""
+    found = _TIMEOUT.fullmatch(value)
+    if found is None:
+        raise _Malformed("grpc-timeout: expected 1 to 8 digits and one of H M S m u n")
+    return int(found[1]) * _TIMEOUT_S[found[2]]
+
+
+def status_trailers(error: BaseException) -> list[Field]:
+    """Return the trailers of a failed call."""
+    if isinstance(error, UnknownMethod):
+        return [(b"grpc-status", CODES["UNIMPLEMENTED"]), (b"grpc-message", b"there is no such method here")]
+    status = to_status(error)
+    message = quote_from_bytes(status.message.encode(), safe=_PLAIN).encode()
+    return [
+        (b"grpc-status", CODES[status.status]),
+        (b"grpc-message", message),
+        *((name.encode(), value.encode()) for name, value in pushback(status.retry_after_s).items()),
+        *([(b"grpc-accept-encoding", b"identity")] if status.status == "UNIMPLEMENTED" else []),
+    ]
+
+
+_PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+"""Characters of grpc-message that are not percent-encoded."""
+
+
+def take_message(body: bytearray, bytes_max: int) -> tuple[bytes | None, int]:
+    """Take the first message off received bytes: the message, or None, and its length with the prefix (0: unknown).
+
+    _Unsupported for a compressed message; LimitReached for one over `bytes_max`.
+    """
+    if len(body) < 5:
+        return None, 0
+    size = int.from_bytes(body[1:5], "big")
+    if body[0]:
+        raise _Unsupported("found a compressed message; this server takes none (grpc-encoding: identity)")
+    if size > bytes_max:
+        raise LimitReached(f"found a message of {size} bytes; limits.message_bytes_max is {bytes_max}")
+    if len(body) < size + 5:
+        return None, size + 5
+    with memoryview(body) as view:
+        message = bytes(view[5 : size + 5])
+    del body[: size + 5]
+    return message, size + 5
+
+
+# calls
+
+
+class GrpcCall:
+    """One call: its state between the connection and the method. Implements `StreamCall` for methods with streams."""
+
+    __slots__ = (
+        "_begun",
+        "_connection",
+        "_ended",
+        "_error",
+        "_hold",
+        "_messages",
+        "_queued_bytes",
+        "_reading",
+        "_running",
+        "_timer",
+        "_writing",
+        "caller",
+        "deadline_s",
+        "method",
+        "parent",
+        "progress_s",
+        "stream",
+    )
+
+    def __init__(self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller) -> None:
+        self._connection = connection
+        self._error: Exception | None = None  # ends the call in place of what its task raises
+        self._hold: AbstractContextManager[None] | None = None  # bytes of a large message that is being received
+        self._messages: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._reading: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._running: Callable[[], object] | None = None  # cancels the method
+        self._timer: asyncio.TimerHandle | None = None
+        self._begun = False  # its headers are sent, and messages follow
+        self._ended = False
+        self.stream = stream
+        self.method = method
+        self.caller = caller
+        self.deadline_s: float | None = None
+        self.parent = ""
+        self.progress_s = connection.server.now_s
+
+    @property
+    def receiving(self) -> bool:
+        """True while a unary call waits for its message."""
+        return self._running is None and not self._ended
+
+    def context(self) -> CallContext:
+        streamed = isinstance(self.method, StreamMethod)
+        left_ms = None if self.deadline_s is None else (self.deadline_s - time.monotonic()) * 1000
+        return CallContext(self.caller, "grpc-stream" if streamed else "grpc", left_ms, self.parent)
+
+    # received bytes
+
+    def on_body(self) -> None:
+        """Take complete messages off the received bytes, and reserve a large one. Raises what refuses the call."""
+        stream, server = self.stream, self._connection.server
+        self.progress_s = server.now_s
+        streamed = isinstance(self.method, StreamMethod)
+        while len(stream.body) >= 5:
+            message, size = take_message(stream.body, server.message_bytes_max)
+            if message is None:
+                if self._hold is None and size > FREE_BYTES:
+                    self._hold = server.budget.held_now(size)
+                    try:
+                        self._hold.__enter__()
+                    except BaseException:
+                        self._hold = None
+                        raise
+                if size > STREAM_WINDOW_BYTES:
+                    self._connection.http2.expect(stream, self._queued_bytes + size)
+                return
+            self._release()
+            if self._messages and not streamed:
+                raise _Unsupported("found a second message, expected one")
+            self._messages.append(message)
+            self._queued_bytes += size
+        if self._messages and self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
+
+    def on_end(self) -> None:
+        """Start a unary method, or let `read` return None. Raises what refuses the call."""
+        if self.stream.body:
+            raise _Malformed("found a message that ends in the middle")
+        if isinstance(self.method, StreamMethod):
+            if self._reading is not None and not self._reading.done():
+                self._reading.set_result(None)
+        elif not self._messages:
+            raise _Malformed("found no message, expected one")
+        else:
+            self._connection.ready.append(self)
+
+    def on_closed(self) -> None:
+        """Cancel the method: the stream is over."""
+        self._release()
+        running, self._running = self._running, None
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiting in (self._reading, self._writing):
+            if waiting is not None and not waiting.done():
+                waiting.cancel()
+        if running is not None:
+            running()
+
+    def on_flushed(self) -> bool:
+        """Wake `write` if its bytes have been handed to the socket; returns True if no write waits any more."""
+        if self.stream.unsent_bytes:
+            return False
+        writing, self._writing = self._writing, None
+        if writing is not None and not writing.done():
+            writing.set_result(None)
+        return True
+
+    # the method
+
+    def start(self) -> None:
+        """Run the method, unless the stream is over."""
+        if self.stream.closed:
+            return
+        method, loop = self.method, self._connection.server.loop
+        if isinstance(method, InferMethod):
+            call = self.context()
+            self._running = _nothing
+            cancel = method.inference.start(self._messages.popleft(), call, lambda answer: self._done(answer, call))
+            if self._running is not None:
+                self._running = cancel
+            return
+        if self.deadline_s is not None:
+            self._timer = loop.call_later(self.deadline_s - time.monotonic(), self._expire)
+        task = loop.create_task(self._run())
+        self._running = task.cancel
+
+    async def _run(self) -> None:
+        CALLER.set(self.caller)
+        try:
+            if isinstance(self.method, StreamMethod):
+                await self.method.run(self)
+                self._finish(OK_TRAILERS)
+            elif not isinstance(self.method, InferMethod):
+                response = await self.method.run(self._messages.popleft())
+                self._respond([response], OK_TRAILERS)
+        except asyncio.CancelledError as cancelled:
+            self.fail(self._error or cancelled)
+        except Exception as error:
+            self.fail(error)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _done(self, answer: list[bytes | memoryview] | BaseException, call: CallContext) -> None:
+        self._running = None
+        if isinstance(answer, BaseException):
+            self.fail(answer)
+        elif not self._ended:
+            trailers = OK_TRAILERS if not call.span else [*OK_TRAILERS, (b"traceparent", call.span.encode())]
+            self._respond(answer, trailers)
+
+    def _respond(self, parts: list[bytes | memoryview], trailers: Sequence[Field]) -> None:
+        size = sum(map(len, parts))
+        bytes_max = self._connection.server.message_bytes_max
+        if size > bytes_max:
+            self.fail(LimitReached(f"the response has {size} bytes; limits.message_bytes_max is {bytes_max}"))
+            return
+        prefix = b"\0" + size.to_bytes(4, "big")
+        joined = [prefix + b"".join(parts)] if size <= JOIN_BYTES_MAX else [prefix, *parts]
+        self._running, self._ended = None, True
+        self._connection.http2.respond(self.stream, joined, trailers)
+        self._connection.flush_soon()
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with the status of an error."""
+        self._release()
+        self._finish(status_trailers(error))
+
+    def _finish(self, trailers: Sequence[Field]) -> None:
+        http2, stream = self._connection.http2, self.stream
+        if self._ended or stream.closed:
+            return
+        self._running, self._ended = None, True
+        if self._begun:
+            http2.finish(stream, trailers)
+        elif trailers is OK_TRAILERS:
+            http2.respond(stream, (), trailers)
+        else:
+            http2.refuse(stream, [*_HEAD, *trailers])
+        self._connection.flush_soon()
+
+    def end(self, error: Exception) -> None:
+        """End the call with an error and cancel its method."""
+        running, self._running = self._running, None
+        if running is None or isinstance(self.method, InferMethod):
+            self.fail(error)
+        else:
+            self._error = error
+        if running is not None:
+            running()
+
+    def _expire(self) -> None:
+        self.end(DeadlineExceeded("the call's deadline has passed"))
+
+    def _release(self) -> None:
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.__exit__(None, None, None)
+
+    # StreamCall
+
+    async def read(self) -> bytes | None:
+        connection, stream = self._connection, self.stream
+        while not self._messages:
+            if stream.closed:
+                raise asyncio.CancelledError
+            if stream.remote_ended and not stream.body:
+                return None
+            self._reading = connection.server.loop.create_future()
+            await self._reading
+        message = self._messages.popleft()
+        self._queued_bytes -= len(message) + 5
+        connection.http2.consume(stream, len(message) + 5)
+        connection.flush_soon()
+        return message
+
+    async def write(self, message: bytes) -> None:
+        connection, stream = self._connection, self.stream
+        bytes_max = connection.server.message_bytes_max
+        if len(message) > bytes_max:
+            raise LimitReached(f"a response has {len(message)} bytes; limits.message_bytes_max is {bytes_max}")
+        if stream.closed:
+            raise asyncio.CancelledError
+        prefix = b"\0" + len(message).to_bytes(4, "big")
+        if not self._begun:
+            self._begun = True
+            connection.http2.begin(stream)
+        connection.http2.write(stream, [prefix + message] if len(message) <= JOIN_BYTES_MAX else [prefix, message])
+        connection.flush_soon()
+        self._writing = connection.server.loop.create_future()
+        connection.writers.add(self)
+        await self._writing
+
+
+def _nothing() -> None:
+    """Stand for a method that has started and cannot be cancelled yet."""
+
+
+# connections
+
+
+class GrpcConnection(asyncio.BufferedProtocol):
+    """One connection. Events of its HTTP/2 core start and end calls; see the module's description."""
+
+    def __init__(self, server: Http2Transport) -> None:
+        self.server = server
+        self.http2: Http2Connection
+        self.ready: deque[GrpcCall] = deque()
+        self.writers: set[GrpcCall] = set()
+        self.calls: set[GrpcCall] = set()
+        self._transport: asyncio.Transport
+        self._unread = memoryview(b"")
+        self._working = False
+        self._reading_paused = False
+        self._writing_paused = False
+        self._flushing = False
+        self._closed = True
+        self._opened_s = self._received_s = self._sent_s = server.now_s
+        self._pinged_s = 0.0
+        self._ping_allowed_s = server.now_s
+        self._pongs = 0
+
+    # asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        server = self.server
+        tls = transport.get_extra_info("ssl_object")
+        if len(server.connections) >= server.connections_max or (tls and tls.selected_alpn_protocol() != "h2"):
+            self._transport.abort()
+            return
+        self.http2 = Http2Connection(server.http2_limits)
+        self._closed = False
+        self._opened_s = self._received_s = self._sent_s = self._ping_allowed_s = time.monotonic()
+        server.connections.add(self)
+        self._transport.set_write_buffer_limits(FLUSH_BYTES)
+        if server.closing:
+            self.http2.shutdown_notice()
+        self.flush_soon()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.server.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._closed:
+            return
+        self._received_s = time.monotonic()
+        received = self.server.buffer[:nbytes]
+        if self._working:  # a transport delivered bytes after it was paused
+            self._unread = memoryview(bytes(self._unread) + bytes(received))
+        else:
+            self._unread = received
+            self._work()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        """Close at once, without sending what is queued."""
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.server.connections.discard(self)
+        self._unread = memoryview(b"")
+        for stream in self.http2.close():
+            self._on_closed(stream)
+        self.server.closed_one()
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        self.flush_soon()
+
+    # receiving
+
+    def _work(self) -> None:
+        """Process received bytes and start calls for at most TURN_S; continue in the next turn."""
+        self._working = False
+        if self._closed:
+            return
+        until_s = time.monotonic() + TURN_S
+        while True:
+            while self.ready:
+                self.ready.popleft().start()
+                if time.monotonic() > until_s:
+                    break
+            if self.ready or not self._unread:
+                break
+            part, self._unread = self._unread[:SLICE_BYTES], self._unread[SLICE_BYTES:]
+            if not self._receive(part):
+                return
+            if time.monotonic() > until_s:
+                break
+        if self.ready or self._unread:
+            if self._unread and self._unread.obj is self.server.buffer.obj:
+                self._unread = memoryview(bytes(self._unread))  # the buffer is used for other connections meanwhile
+            self._working = True
+            self.server.loop.call_soon(self._work)
+        self._balance_reading()
+        self.flush_soon()
+
+    def _receive(self, data: memoryview) -> bool:
+        """Process bytes; returns False if that ended the connection."""
+        try:
+            events = self.http2.receive(data)
+        except Http2Error as error:
+            _log.debug("a gRPC connection ends: %s", error)
+            self._close_now()
+            return False
+        self._on_events(events)
+        return not self._closed
+
+    def _on_events(self, events: list[Event]) -> None:
+        for event, stream in events:
+            if event is REQUEST:
+                self._on_request(stream)
+                continue
+            call: GrpcCall | None = stream.call
+            if event is BODY:
+                if call is not None and not stream.discard:
+                    self._guarded(call, call.on_body)
+            elif event is END:
+                if call is not None and not stream.discard:
+                    self._guarded(call, call.on_end)
+            else:
+                self._on_closed(stream)
+
+    def _on_request(self, stream: Http2Stream) -> None:
+        server = self.server
+        try:
+            call = self._make_call(stream)
+        except Exception as error:
+            self._refuse(stream, error)
+            return
+        if call is None:
+            return
+        stream.call = call
+        self.calls.add(call)
+        server.calls += 1
+        if isinstance(call.method, StreamMethod):
+            call.start()
+
+    def _make_call(self, stream: Http2Stream) -> GrpcCall | None:
+        """Return the admitted call of a header block; None if it was no gRPC request. Raises what refuses it."""
+        server = self.server
+        path = kind = encoding = timeout = b""
+        method, parent = b"POST", ""
+        authorization: list[bytes] = []
+        for name, value in stream.fields:
+            if name == b":path":
+                path = value
+            elif name == b":method":
+                method = value
+            elif name == b"content-type":
+                kind = value
+            elif name == b"grpc-timeout":
+                timeout = value
+            elif name == b"grpc-encoding":
+                encoding = value
+            elif name == b"authorization":
+                authorization.append(value)
+            elif name == b"traceparent":
+                parent = value.decode("ascii", "replace")
+        if method != b"POST" or _CONTENT_TYPE.fullmatch(kind) is None:
+            self.http2.refuse(stream, [(b":status", b"405" if method != b"POST" else b"415")])
+            return None
+        if stream.too_large:
+            raise LimitReached(f"the metadata is too large; limits.metadata_bytes_max is {server.metadata_bytes_max}")
+        name_of = path.decode("latin-1")
+        caller = server.guard.admit(name_of, authorization)
+        if server.calls >= server.calls_max:
+            raise LimitReached(f"{server.calls} calls are open; limits.calls_max is {server.calls_max}")
+        if encoding not in (b"", b"identity"):
+            raise _Unsupported("found a grpc-encoding that is not supported, expected identity")
+        call = GrpcCall(self, stream, server.methods[name_of], caller)
+        if timeout:
+            call.deadline_s = time.monotonic() + parse_timeout(timeout)
+        call.parent = parent
+        return call
+
+    def _guarded(self, call: GrpcCall, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            call.stream.body = bytearray()
+            call.stream.discard = True
+            call.end(error)
+
+    def _refuse(self, stream: Http2Stream, error: Exception) -> None:
+        self.http2.refuse(stream, [*_HEAD, *status_trailers(error)])
+
+    def _on_closed(self, stream: Http2Stream) -> None:
+        call: GrpcCall | None = stream.call
+        if call is not None:
+            stream.call = None
+            self.calls.discard(call)
+            self.writers.discard(call)
+            self.server.calls -= 1
+            call.on_closed()
+
+    def _balance_reading(self) -> None:
+        """Read from the socket only while received work is done and responses are taken."""
+        pause = self._working or self.http2.unsent_bytes > UNSENT_BYTES_MAX
+        if pause != self._reading_paused:
+            self._reading_paused = pause
+            (self._transport.pause_reading if pause else self._transport.resume_reading)()
+
+    # sending
+
+    def flush_soon(self) -> None:
+        """Send what is queued at the end of this turn of the loop."""
+        if not (self._flushing or self._closed):
+            self._flushing = True
+            self.server.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._closed or self._writing_paused:
+            return
+        try:
+            parts = self.http2.data_to_send(FLUSH_BYTES)
+        except Http2Error as error:
+            _log.debug("a gRPC connection ends: %s", error)
+            self._close_now()
+            return
+        if parts:
+            self._sent_s = time.monotonic()
+            size = sum(map(len, parts))
+            if size <= JOIN_BYTES_MAX:
+                self._transport.write(b"".join(parts))
+            else:
+                self._transport.writelines(parts)
+            if size >= FLUSH_BYTES:
+                self.flush_soon()
+        self._on_events(self.http2.take_events())
+        if self.writers and parts:
+            self.writers -= {call for call in self.writers if call.on_flushed()}
+        if self._closed:
+            return
+        if self.http2.ended:
+            self._transport.close()
+        elif self._reading_paused:
+            self._balance_reading()
+
+    def _close_now(self) -> None:
+        with contextlib.suppress(Http2Error):
+            self._transport.writelines(self.http2.data_to_send(FLUSH_BYTES))
+        self._transport.close()
+        self.connection_lost(None)
+
+    # time
+
+    def check(self, now_s: float) -> None:
+        """Close a connection that is silent, stalled or slow; ping one that is idle."""
+        server = self.server
+        self.http2.allow_control()
+        if now_s - self._ping_allowed_s >= server.ping_interval_s:
+            self._ping_allowed_s = now_s
+            self.http2.allow_ping()
+        if not self.http2.settings_acknowledged and now_s - self._opened_s > server.header_s:
+            self._transport.abort()  # no greeting, or no answer to ours
+            return
+        if self.http2.unsent_bytes and now_s - max(self._sent_s, self._opened_s) > STALL_S:
+            self._transport.abort()
+            return
+        for call in [call for call in self.calls if call.receiving]:
+            if call.deadline_s is not None and now_s > call.deadline_s:
+                call.end(DeadlineExceeded("the call's deadline passed before its message had arrived"))
+            elif now_s - call.progress_s > server.header_s:
+                call.end(LimitReached(f"the message did not arrive; limits.header_s is {server.header_s:g}"))
+        if self._pinged_s:
+            if self._received_s > self._pinged_s or self.http2.pings_acknowledged > self._pongs:
+                self._pinged_s = 0.0
+            elif now_s - self._pinged_s > server.ping_wait_s:
+                self._transport.abort()
+        elif now_s - self._received_s > server.keepalive_s:
+            self._pinged_s, self._pongs = now_s, self.http2.pings_acknowledged
+            self.http2.ping()
+            self.flush_soon()
+
+    def drain(self) -> None:
+        """Ask the client to open no more streams here."""
+        if not self._closed:
+            self.http2.shutdown_notice()
+            self.flush_soon()
+
+    def cancel_calls(self) -> None:
+        """Cancel all calls."""
+        for call in list(self.calls):
+            call.end(RequestCancelled("the server has stopped"))
+
+    def end(self) -> None:
+        """Send what is queued and close."""
+        if not self._closed:
+            self._flush()
+        if not self._closed:
+            self.http2.terminate()
+            self.flush_soon()
+
+
+# server
+
+
+class Http2Transport:
+    """Accepts gRPC connections in the event loop that calls `listen`, and runs methods."""
+
+    name = "nghttp2"
+
+    def __init__(self, config: ServeConfig, methods: Mapping[str, Method], guard: Guard) -> None:
+        limits = config.limits
+        self._config = config
+        self.methods = methods
+        self.guard = guard
+        self.loop = asyncio.get_running_loop()
+        self.buffer = memoryview(bytearray(READ_BYTES))
+        self.budget = ByteBudget("limits.inflight_bytes_max", limits.budget_bytes)
+        self.http2_limits = Http2Limits(limits.streams_max, limits.metadata_bytes_max)
+        self.message_bytes_max = limits.message_bytes_max
+        self.metadata_bytes_max = limits.metadata_bytes_max
+        self.calls_max = limits.calls_max
+        self.connections_max = limits.connections_max
+        self.header_s = limits.header_s
+        self.keepalive_s = limits.keepalive_s
+        self.ping_wait_s = limits.keepalive_wait_s
+        self.ping_interval_s = min(limits.keepalive_s, PING_INTERVAL_S)
+        self.connections: set[GrpcConnection] = set()
+        self.calls = 0
+        self.closing = False
+        self.now_s = time.monotonic()
+        self._servers: list[asyncio.Server] = []
+        self._sweeping: asyncio.Task[None] | None = None
+        self._all_closed = asyncio.Event()
+
+    async def listen(self) -> int:
+        """Listen and return the port, 0 for a Unix socket; ModelError if the address is not available."""
+        config, tls = self._config.grpc, self._config.tls
+        context = ssl_context(tls, "h2") if tls is not None else None
+        handshake_s = self._config.limits.header_s if context is not None else None
+        port = 0
+        if config.socket is not None:
+            try:
+                with placed(config.socket, config.socket_group) as private:
+                    sockets = [_bound(socket.AF_UNIX, str(private))]
+            except OSError:
+                raise ModelError(
+                    f"gRPC cannot listen at the socket {config.socket}: its path may be too long"
+                ) from None
+        else:
+            sockets = self._bind_host()
+            port = int(sockets[0].getsockname()[1])
+        for one in sockets:
+            self._servers.append(
+                await self.loop.create_server(
+                    lambda: GrpcConnection(self),
+                    sock=one,
+                    backlog=BACKLOG,
+                    ssl=context,
+                    ssl_handshake_timeout=handshake_s,
+                )
+            )
+        self._sweeping = self.loop.create_task(self._sweep())
+        return port
+
+    def _bind_host(self) -> list[socket.socket]:
+        config = self._config.grpc
+        shared = config.processes > 1  # else a second server would receive half of the connections
+        bound: list[socket.socket] = []
+        port = config.port
+        try:
+            found = socket.getaddrinfo(config.host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, address in dict.fromkeys(found):
+                one = _bound(family, (address[0], port, *address[2:]), shared)
+                bound.append(one)
+                port = one.getsockname()[1]
+        except OSError:
+            for one in bound:
+                one.close()
+            where, why = f"{config.host} port {config.port}", "it is in use, or not an address of this host"
+            raise ModelError(f"gRPC cannot listen at {where}: {why}") from None
+        return bound
+
+    async def close(self, grace_s: float) -> None:
+        """Close the sockets, let open calls finish for `grace_s` seconds, and cancel the rest."""
+        self.closing = True
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.drain()
+        until_s = time.monotonic() + grace_s
+        while self.calls and time.monotonic() < until_s:
+            await asyncio.sleep(min(0.02, grace_s))
+        for connection in list(self.connections):
+            connection.cancel_calls()
+        await asyncio.sleep(0.01)  # cancelled tasks end their calls
+        for connection in list(self.connections):
+            connection.end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                while self.connections:
+                    self._all_closed.clear()
+                    await self._all_closed.wait()
+        for connection in list(self.connections):
+            connection.abort()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+
+    def closed_one(self) -> None:
+        """Note that a connection is closed."""
+        self._all_closed.set()
+
+    async def _sweep(self) -> None:
+        limits = self._config.limits
+        interval_s = min(1.0, max(0.05, min(limits.header_s, limits.keepalive_s, limits.keepalive_wait_s) / 4))
+        while True:
+            await asyncio.sleep(interval_s)
+            self.now_s = time.monotonic()
+            for connection in list(self.connections):
+                try:
+                    connection.check(self.now_s)
+                except Exception:
+                    _log.exception("a gRPC connection failed")
+                    connection.abort()
+
+
+def _bound(family: int, address: Any, shared: bool = False) -> socket.socket:
+    """Return a bound stream socket; a wildcard of IPv6 takes IPv4 connections too. OSError if it is in use."""
+    one = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family != socket.AF_UNIX:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address[0] != "::"))
+        if shared:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        one.setblocking(False)
+        one.bind(address)
+        if family != socket.AF_UNIX:
+            one.listen(BACKLOG)  # fails where another process listens
+    except BaseException:
+        one.close()
+        raise
+    return one
