@@ -11,7 +11,7 @@ GPU_WHEELS_MIB := 20
 GPU_PLATFORMS := $(foreach libc,5 12 17 24 27 28 31 34 35,--platform manylinux_2_$(libc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 GPU_PYTHON = $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
 # Program, and the Debian package that brings it.
-SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2load:nghttp2-client node:nodejs npm:npm
+SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2load:nghttp2-client nghttp:nghttp2-client node:nodejs npm:npm
 
 # Without bytecode every process that a test starts would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,7 +38,8 @@ demo: setup  ## answer a spoken question about a picture with the bundled models
 setup-slow: setup  ## install what only the slow tests need: Debian packages (as root), npm packages, perf_analyzer
 	@for tool in $(SLOW_TOOLS); do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
 		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }
-	@test -d build/npm/node_modules/openai || npm install --silent --no-audit --no-fund --prefix build/npm openai@6
+	@test -d build/npm/node_modules/@grpc/grpc-js || \
+		npm install --silent --no-audit --no-fund --prefix build/npm openai@6 @grpc/grpc-js@1
 	@$(RUN) -m benchmarks.peers.environments perf
 
 test: setup  ## lint, type-check and run the fast tests, some minutes

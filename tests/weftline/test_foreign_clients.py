@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.serving.grpc.requests import METHOD, request
 from tests.engine.serving.grpc.served import ECHO, served_in_thread
 from tests.engine.serving.http.hosted import hosted
 from weftline.cli.main import main
@@ -54,6 +56,38 @@ for await (const chunk of await client.chat.completions.create({model: "chat", m
   chunks += 1;
 }
 console.log(JSON.stringify({whole: whole.choices[0].message.content, streamed, chunks}));
+"""
+
+CALL = """
+import grpc from "@grpc/grpc-js";
+const [address, file] = process.argv.slice(2);
+const {request, large, path, stream} = JSON.parse((await import("fs")).readFileSync(file));
+const bytes = (text) => Buffer.from(text, "base64");
+const raw = [(value) => value, (value) => value];
+const options = {"grpc.max_receive_message_length": -1};
+const client = new grpc.Client(address, grpc.credentials.createInsecure(), options);
+const call = (method, data, metadata = new grpc.Metadata(), timeout = 20) => new Promise((done) =>
+  client.makeUnaryRequest(method, ...raw, data, metadata, {deadline: Date.now() + timeout * 1000},
+    (error, answer) => done(error ? grpc.status[error.code] : answer.length)));
+const metadata = new grpc.Metadata();
+for (let n = 0; n < 20; n++) metadata.add(`key-${n}`, "v".repeat(20 * n));
+const found = {
+  many: await Promise.all(Array.from({length: 50}, () => call(path, bytes(request), metadata))),
+  large: await call(path, bytes(large)),
+  unknown: await call("/nothing/here", bytes(request)),
+  broken: await call(path, Buffer.from([255])),
+};
+const both = client.makeBidiStreamRequest(stream, ...raw, new grpc.Metadata(), {deadline: Date.now() + 20000});
+found.streamed = await new Promise((done) => {
+  let count = 0;
+  both.on("data", () => (count += 1));
+  both.on("end", () => done(count));
+  both.on("error", (error) => done(error.code));
+  for (let n = 0; n < 10; n++) both.write(bytes(request));
+  both.end();
+});
+console.log(JSON.stringify(found));
+client.close();
 """
 
 
@@ -114,3 +148,45 @@ def test_an_http2_load_generator_gets_an_answer_to_every_call(tmp_path: Path) ->
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "2000 succeeded, 0 failed" in ended.stdout and "2000 2xx" in ended.stdout, ended.stdout
+
+
+def test_the_grpc_client_of_node_calls_and_streams(tmp_path: Path) -> None:
+    node = tool("node")
+    if not (NODE_MODULES / "@grpc/grpc-js").is_dir():
+        pytest.skip("the npm package @grpc/grpc-js is not installed: make setup-slow")
+    (tmp_path / "node_modules").symlink_to(NODE_MODULES)
+    (tmp_path / "call.mjs").write_text(CALL)
+    messages = {"request": request().SerializeToString(), "large": request(values=bytes(3 << 20)).SerializeToString()}
+    texts = {name: base64.b64encode(data).decode() for name, data in messages.items()}
+    texts |= {"path": METHOD + "ModelInfer", "stream": METHOD + "ModelStreamInfer"}
+    (tmp_path / "call.json").write_text(json.dumps(texts))
+    with served_in_thread({"echo": ECHO}) as server:
+        command = [node, str(tmp_path / "call.mjs"), server.address, str(tmp_path / "call.json")]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert len(found["many"]) == 50 and all(isinstance(size, int) and size > 3 for size in found["many"])
+    assert found["large"] > 3 << 20
+    assert (found["unknown"], found["broken"], found["streamed"]) == ("UNIMPLEMENTED", "INVALID_ARGUMENT", 10)
+
+
+@pytest.mark.parametrize("program", ["curl", "nghttp"])
+def test_command_line_clients_see_the_answer_and_its_trailers(tmp_path: Path, program: str) -> None:
+    message = request().SerializeToString()
+    (tmp_path / "body").write_bytes(b"\0" + len(message).to_bytes(4, "big") + message)
+    headers = ["-H", "content-type: application/grpc", "-H", "te: trailers"]
+    with served_in_thread({"echo": ECHO}) as server:
+        url = f"http://{server.address}{METHOD}ModelInfer"
+        if program == "curl":
+            command = [tool("curl"), "-sv", "--http2-prior-knowledge", "--data-binary", f"@{tmp_path / 'body'}"]
+            command += [*headers, "--output", str(tmp_path / "answer"), url]
+        else:
+            headers = [word.replace(": ", ":", 1) for word in headers]
+            command = [tool("nghttp"), "-v", "-d", str(tmp_path / "body"), *headers, url]
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "grpc-status: 0" in ended.stdout + ended.stderr
+    if program == "curl":
+        answer = (tmp_path / "answer").read_bytes()
+        assert answer[0] == 0 and int.from_bytes(answer[1:5], "big") == len(answer) - 5
+        assert b"\1\2\3" in answer
