@@ -5,7 +5,7 @@ light, or on a GPU. Instances of one step are always in different processes, and
 over other rules.
 
 Light steps run no model and no user code, and cost microseconds (`Node.light_output_bytes`). Those on the CPU share
-process `light`, which has a small arena. A step that states `worker`, `threads`, `idle` or `reserved` is not part of it.
+process `light`, which has a small arena. A step with `worker`, `threads`, `idle` or `reserved` is not part of it.
 
 Processes of one GPU run in turns, so its steps share one (`gpu.processes: grouped`). Steps that stream and compute for
 long, as llm steps do, have one of their own, because others would wait for their rounds. The second instance of a step
