@@ -262,6 +262,15 @@ class Node(ABC):
         return frozenset()
 
     @classmethod
+    def light_output_bytes(cls, config: Any) -> int | None:
+        """Return the largest output of one item in bytes if the node is light, else None.
+
+        A light node costs microseconds, runs no model and no user code, and keeps no state. Light steps share a process
+        by default. The planner ignores the method for classes that are not part of Weftline.
+        """
+        return None
+
+    @classmethod
     def plan_notes(cls, config: Any, step: StepContext) -> Sequence[str]:
         """Return lines for `weftline plan`: settings that the node read from its files."""
         return ()

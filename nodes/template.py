@@ -16,6 +16,9 @@ from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, P
 if TYPE_CHECKING:
     from weftline.nodes.template_sandbox import Sandbox
 
+CHAR_BYTES_MAX = 4
+"""Most bytes of one character in UTF-8."""
+
 SEPARATOR = "__"
 """Between a step's name and its output's in the name of an input port, since a port's name has no dots."""
 
@@ -51,6 +54,10 @@ class Template(BatchNode):
         _check_names(config.template, step.wired)
         inputs = tuple(port(name, "any") for name in step.wired)
         return Ports(inputs=inputs, outputs=(port("text", "text", about="the rendered text"),))
+
+    @classmethod
+    def light_output_bytes(cls, config: TemplateConfig) -> int | None:
+        return CHAR_BYTES_MAX * config.output_chars_max
 
     def open(self, context: OpenContext) -> None:
         from weftline.nodes.template_sandbox import Sandbox

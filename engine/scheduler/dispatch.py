@@ -136,6 +136,7 @@ def _can_take_job(state: SchedulerState, worker: WorkerState, queue: StepQueue) 
         and not queue.shared
         and queue.quick
         and not queue.suspects
+        and not (queue.beside and not worker.threads and any(one.any_waiting() for one in queue.beside))
         and not worker.waits_for_buffer
         and not any(_is_free(state, one, queue) for one in queue.job_workers)
     )
@@ -154,6 +155,7 @@ def can_take_batch(state: SchedulerState, worker: WorkerState, queue: StepQueue)
         and queue.sequences is None
         and queue.quick
         and not queue.suspects  # they wait for a worker that has nothing else to do
+        and not (queue.beside and not worker.threads and any(one.waiting for one in queue.beside))  # it would starve
         and not worker.waits_for_buffer
         and not any(_is_free(state, worker_id, queue) for worker_id in queue.workers)
     )

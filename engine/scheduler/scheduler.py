@@ -256,6 +256,9 @@ def make_state(plan: Plan, seed: int = 0, settle: Settle | None = None) -> Sched
         for index in chain:
             queues[index].together = chain
     steps_of = workers.steps_by_worker(plan)
+    for queue in queues:
+        others = {step for worker_id in queue.workers for step in steps_of[worker_id]} - {queue.index}
+        queue.beside = tuple(queues[step] for step in sorted(others))
     return SchedulerState(
         plan=plan,
         ledger=ledger,

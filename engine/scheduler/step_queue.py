@@ -52,6 +52,7 @@ class StepQueue:
         self.index = index
         self.step = step
         self.together: tuple[int, ...] = (index,)  # it, and the steps that hand over to each other with it in a worker
+        self.beside: tuple[StepQueue, ...] = ()  # of the other steps of its workers
         self.name = step.name
         self.workers = step.workers
         self.streams = step.streams

@@ -1,7 +1,11 @@
 """Placement: process, device and threads of each step; pure functions of values.
 
-Each instance of a step has a process of its own, unless steps share one: by naming the same `worker`, or on a GPU.
-Instances of one step are always in different processes, and a step's own `worker` takes precedence over other rules.
+Each instance of a step has a process of its own, unless steps share one: by naming the same `worker`, because they are
+light, or on a GPU. Instances of one step are always in different processes, and a step's own `worker` takes precedence
+over other rules.
+
+Light steps run no model and no user code, and cost microseconds (`Node.light_output_bytes`). Those on the CPU share
+process `light`, which has a small arena. A step with `worker`, `threads`, `idle` or `reserved` is not part of it.
 
 Processes of one GPU run in turns, so its steps share one (`gpu.processes: grouped`). Steps that stream and compute for
 long, as llm steps do, have one of their own, because others would wait for their rounds. The second instance of a step
@@ -25,15 +29,22 @@ from weftline.pipelines.placement.needs import Need, Needs, gpus_of
 from weftline.pipelines.placement.plan import DeviceWork, PlannedWorker
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.policy import GpuPolicy, Limits
+from weftline.shm.block import PAGE_BYTES, align_up
 from weftline.shm.device.names import index_of, is_gpu
 
 _Key = tuple[str, str, int]
-"""Key of a process: 'worker', 'gpu' or 'step'; the name of that; index of the copy."""
+"""Key of a process: 'worker', 'gpu', 'light' or 'step'; the name of that; index of the copy."""
+
+LIGHT = "light"
+"""Name of the process of light steps."""
 
 
 @dataclass(slots=True)
 class Process:
-    """A planned process: its steps, whether one of them is heavy, and its GPU ('' for none)."""
+    """A planned process: its steps, whether one of them is heavy, and its GPU ('' for none).
+
+    shared: its steps share it because of their GPU, or because they are light.
+    """
 
     name: str
     steps: list[str] = field(default_factory=list)
@@ -49,15 +60,22 @@ def grouped(
     devices: Mapping[str, Sequence[str]],
     gpu: GpuPolicy,
     problems: list[Problem],
+    light: Collection[str] = (),
 ) -> tuple[list[Process], dict[str, tuple[int, ...]]]:
     """Return the processes in order of their first step, and each step's place in them, one for each instance.
 
     alone: steps that share no process unless they state a `worker`.
+    light: steps that share the process of light steps.
     """
-    keys = {step.name: [_key(step, copy, alone, devices[step.name], gpu) for copy in range(len(devices[step.name]))]
-            for step in steps}  # fmt: skip
-    members = {device: {name for name, own in keys.items() if any(key[:2] == ("gpu", device) for key in own)}
-               for device in {key[1] for own in keys.values() for key in own if key[0] == "gpu"}}  # fmt: skip
+    keys = {
+        step.name: [
+            (LIGHT, LIGHT, copy) if step.name in light else _key(step, copy, alone, devices[step.name], gpu)
+            for copy in range(len(devices[step.name]))
+        ]
+        for step in steps
+    }
+    groups = {key[:2] for own in keys.values() for key in own if key[0] in ("gpu", LIGHT)}
+    members = {group: {name for name, own in keys.items() if any(key[:2] == group for key in own)} for group in groups}
     reserved = {step.name for step in steps} | {step.worker for step in steps if step.worker}
     processes: list[Process] = []
     index: dict[_Key, int] = {}
@@ -66,11 +84,11 @@ def grouped(
     for step in steps:
         own = []
         for copy, key in enumerate(keys[step.name]):
-            if key[0] == "gpu" and len(members[key[1]]) == 1:
+            if len(members.get(key[:2], ())) == 1:
                 key = "step", step.name, copy
             if key not in index:
                 index[key] = len(processes)
-                processes.append(Process(_name(key, taken, reserved), shared=key[0] == "gpu"))
+                processes.append(Process(_name(key, taken, reserved), shared=key[:2] in members))
             process = processes[index[key]]
             process.steps.append(step.name)
             process.heavy = process.heavy or heavy[step.name]
@@ -81,7 +99,17 @@ def grouped(
 
 
 def reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> tuple[str, ...]:
-    """Return a line for each decision about a GPU's processes."""
+    """Return a line for each decision about shared processes and those of a GPU."""
+    light = [
+        f"{_listed(one.steps)} share process {one.name}: they run no model and no user code; "
+        "a `worker:` of its own parts a step"
+        for one in processes
+        if one.shared and not one.device and len(one.steps) > 1
+    ]
+    return (*light, *_gpu_reasons(processes, alone, gpu))
+
+
+def _gpu_reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> list[str]:
     lines = []
     for device in dict.fromkeys(process.device for process in processes if process.device):
         there = [process for process in processes if process.device == device]
@@ -104,7 +132,7 @@ def reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy
             )
     if lines and gpu.mps:
         lines.append("gpu.mps: if NVIDIA's service is active, a fatal fault in one process of a GPU ends all of them")
-    return tuple(lines)
+    return lines
 
 
 def _key(step: Step, copy: int, alone: Collection[str], devices: Sequence[str], gpu: GpuPolicy) -> _Key:
@@ -121,7 +149,7 @@ def _name(key: _Key, taken: set[str], reserved: Collection[str]) -> str:
     kind, name, copy = key
     base = f"gpu{index_of(name)}" if kind == "gpu" else name
     free = base if copy == 0 else f"{base}-{copy + 1}"
-    while free in taken or (kind == "gpu" and free in reserved):
+    while free in taken or (kind in ("gpu", LIGHT) and free in reserved):
         free += "-worker"
     taken.add(free)
     return free
@@ -150,6 +178,10 @@ __all__ = ["ARENA_SHARE", "Device", "Machine", "Placement", "instance_count", "p
 ARENA_SHARE = 0.5
 """Largest share of a machine's memory for arenas; models and their working memory need the rest."""
 
+LIGHT_ARENA_SHARE = 8
+"""A light step needs one part in 8 of `limits.arena_bytes`, or room for its largest batch: most of its outputs are so
+small that they travel in messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -174,10 +206,12 @@ def place(
     gpu: GpuPolicy | None = None,
     needs: Needs | None = None,
     edges: Collection[tuple[str, str]] = (),
+    light: Mapping[str, int] | None = None,
 ) -> tuple[Placement, list[Problem]]:
     """Return the placement of each step, and the problems of it, without file or line.
 
     heavy: by step name, True when its node computes for long stretches.
+    light: of each light step, the bytes of the outputs of its largest batch.
     needs: known GPU requirements of the steps.
     edges: pairs of steps, writer and reader, whose tensors can stay on a device.
     """
@@ -187,12 +221,14 @@ def place(
     devices, balance = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
     problems += [one for step in steps for one in _lacking(step.name, devices[step.name], needs.steps, machine)]
     alone = {name for name, need in needs.steps.items() if need.alone}
-    processes, places = grouped(steps, heavy, alone, devices, gpu, problems)
-    _check_memory(processes, limits, machine, problems)
+    batch_bytes = {step.name: light[step.name] for step in steps if light and _is_light(step, light, devices)}
+    processes, places = grouped(steps, heavy, alone, devices, gpu, problems, batch_bytes)
+    arenas = [_arena_bytes(process, batch_bytes, limits) for process in processes]
+    _check_memory(arenas, limits, machine, problems)
     threads = _threads(processes, {step.name: step.threads for step in steps}, machine.cores)
     workers = tuple(
-        PlannedWorker(process.name, tuple(process.steps), share, limits.arena_bytes, process.device)
-        for process, share in zip(processes, threads, strict=True)
+        PlannedWorker(process.name, tuple(process.steps), share, arena_bytes, process.device)
+        for process, share, arena_bytes in zip(processes, threads, arenas, strict=True)
     )
     work = work_of(steps, written, devices, needs.steps, balance) if balance is not None else ()
     return Placement(workers, devices, places, reasons(processes, alone, gpu), work), problems
@@ -201,6 +237,21 @@ def place(
 def instance_count(step: Step) -> int:
     """Return the number of instances of a step."""
     return step.instances if isinstance(step.instances, int) else sum(step.instances.values())
+
+
+def _is_light(step: Step, light: Collection[str], devices: Mapping[str, Sequence[str]]) -> bool:
+    """Return True for a light step on the CPU that states nothing about its process."""
+    states = step.worker or step.threads or step.idle or step.reserved
+    return step.name in light and not states and not any(map(is_gpu, devices[step.name]))
+
+
+def _arena_bytes(process: Process, batch_bytes: Mapping[str, int], limits: Limits) -> int:
+    """Return the size of a process's arena: `limits.arena_bytes`, or the sum of the needs of light steps."""
+    if not all(name in batch_bytes for name in process.steps):
+        return limits.arena_bytes
+    least = max(limits.arena_bytes // LIGHT_ARENA_SHARE, PAGE_BYTES)
+    needs = (min(max(least, batch_bytes[name]), limits.arena_bytes) for name in process.steps)
+    return sum(align_up(need, PAGE_BYTES) for need in needs)
 
 
 def _written(step: Step, machine: Machine, problems: list[Problem]) -> tuple[str, ...]:
@@ -254,14 +305,15 @@ def _threads(processes: Sequence[Process], written: Mapping[str, int | None], co
     ]
 
 
-def _check_memory(processes: Sequence[Process], limits: Limits, machine: Machine, problems: list[Problem]) -> None:
-    arenas = len(processes) + 1  # the ingress writes requests' inputs into one of its own
-    wanted, most = arenas * limits.arena_bytes, int(machine.memory_bytes * ARENA_SHARE)
+def _check_memory(arenas: Sequence[int], limits: Limits, machine: Machine, problems: list[Problem]) -> None:
+    count = len(arenas) + 1  # the ingress writes requests' inputs into one of its own
+    wanted, most = sum(arenas) + limits.arena_bytes, int(machine.memory_bytes * ARENA_SHARE)
     if wanted <= most:
         return
-    found = f"{arenas} arenas of {size_text(limits.arena_bytes)} are {size_text(wanted)} of shared memory"
+    size = f"{'' if wanted == count * limits.arena_bytes else 'up to '}{size_text(limits.arena_bytes)}"
+    found = f"{count} arenas of {size} are {size_text(wanted)} of shared memory"
     expected = f"at most {size_text(most)}, {ARENA_SHARE:.0%} of this machine's {size_text(machine.memory_bytes)}"
-    fix = f"set limits.arena_bytes to at most {most // arenas}, or let steps share a worker"
+    fix = f"set limits.arena_bytes to at most {most // count}, or let steps share a worker"
     problems.append(Problem("limits.arena_bytes", found, expected, fix))
 
 

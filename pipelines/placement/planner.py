@@ -30,6 +30,9 @@ from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.spec.wire import Wire
 from weftline.shm.device.names import is_gpu
 
+OWN_NODES = "weftline.nodes."
+"""Prefix of the dotted paths of Weftline's own node classes; only these can be light."""
+
 RUN_MAX_MS = 600_000.0
 """Default upper limit of one call of a node: 10 minutes."""
 
@@ -49,7 +52,10 @@ def make_plan(
     needs = needs_of(checked, machine, profile)
     bare = None if checked.problems else _plan(checked, machine)
     edges = near_edges(bare.steps, near) if bare is not None else ()
-    placement, problems = place(run, heavy, pipeline.limits, machine, pipeline.gpu, needs, edges)
+    light = (
+        {step.name: size for step in bare.steps if (size := _light_bytes(checked, step)) is not None} if bare else {}
+    )
+    placement, problems = place(run, heavy, pipeline.limits, machine, pipeline.gpu, needs, edges, light)
     report = Report(pipeline, checked.origins, list(checked.problems))
     report.take(problems)
     if report.problems or bare is None:
@@ -72,6 +78,15 @@ def make_plan(
 
 def _heavy(checked: Checked, name: str) -> bool:
     return name in checked.steps and checked.steps[name].node.heavy
+
+
+def _light_bytes(checked: Checked, step: PlannedStep) -> int | None:
+    """Return the bytes of the outputs of a light step's largest batch; None if it is not light."""
+    if step.control or step.streams or step.sequence is not None or not step.node.startswith(OWN_NODES):
+        return None
+    one = checked.steps[step.name]
+    item_bytes = one.node.light_output_bytes(one.config)
+    return None if item_bytes is None else item_bytes * step.batch.items_max
 
 
 def _without_host_sleep(checked: Checked, plan: Plan) -> list[str]:

@@ -54,7 +54,8 @@ class Step:
     options:    the node's own options, as written; validated against the node's Config.
     inputs:     wires by input port name.
     batch:      None takes the node's default.
-    worker:     steps that name the same worker share its process; None gives each instance one of its own.
+    worker:     steps that name the same worker share its process; None gives each instance one of its own, or
+                that of light steps.
     instances:  loaded copies; or their number on each device, such as {'cuda:0': 2, 'cpu': 1}.
     reserved:   number of instances without job rows.
     device:     'auto', 'cpu', 'cuda', 'cuda:1'.

@@ -274,7 +274,8 @@ class StepEntry(Strict):
     """The step keeps state between the requests of a sequence; default: as declared by its node."""
 
     worker: Name | None = None
-    """Steps that name the same worker share its process; default: each instance has a process of its own."""
+    """Steps that name the same worker share its process; default: each instance has a process of its own, and light
+    steps (`template`) share one."""
 
     instances: AnyCount = 1
     """Loaded copies of the node; or their number on each device, such as `{"cuda:0": 2, cpu: 1}`."""

@@ -69,8 +69,11 @@ def graph_to_debug(pipeline: Pipeline, name: str) -> Pipeline:
         what = "is a pipeline of its own" if step is not None else f"is not in pipeline {pipeline.name}"
         raise InputError(f"debug: step {name:.80} {what}\n    fix: {hint}")
     instances = 1 if isinstance(step.instances, int) else {next(iter(step.instances), "cpu"): 1}
+    own, others = name, {other.worker for other in pipeline.steps}
+    while own in others:
+        own += "-debug"
     alone: Step = replace(
-        step, instances=instances, reserved=0, worker=None, idle=None, retry=None, timeout_ms=None, run_max_ms=None
+        step, instances=instances, reserved=0, worker=own, idle=None, retry=None, timeout_ms=None, run_max_ms=None
     )
     replaced = tuple(alone if one is step else one for one in pipeline.steps)
     return replace(pipeline, steps=replaced, limits=replace(pipeline.limits, deadline_ms=None, refuse_early=False))

@@ -228,6 +228,18 @@ def a_chain_that_was_not_sent(patch: pytest.MonkeyPatch, draws: random.Random) -
 
 
 @mutant
+def a_restarted_worker_that_serves_one_of_its_steps(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    on_ready = results.HANDLERS[msg.Ready]
+
+    def forgetful(state: SchedulerState, worker: int, message: msg.Ready) -> None:
+        due = set(state.due)
+        on_ready(state, worker, message)
+        state.due -= {queue.index for queue in state.queues_of[worker][1:]} - due
+
+    patch.setattr(results, "HANDLERS", {**results.HANDLERS, msg.Ready: forgetful})
+
+
+@mutant
 def a_sequence_without_worker_affinity(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(Sequences, "worker", lambda s, id: None)
 

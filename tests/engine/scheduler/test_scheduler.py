@@ -56,3 +56,13 @@ def test_a_failing_world_reports_how_to_replay_it() -> None:
 
 def test_random_plans_differ() -> None:
     assert len({len(random_plan(random.Random(seed)).steps) for seed in range(50)}) > 3
+
+
+def test_random_plans_have_workers_with_steps_that_are_no_chain() -> None:
+    found = 0
+    for seed in range(50):
+        plan = random_plan(random.Random(seed))
+        chained = {index for chain in plan.chains for index in chain}
+        alone = [step.workers for index, step in enumerate(plan.steps) if step.workers and index not in chained]
+        found += len(alone) > len(set(alone))
+    assert found > 10
