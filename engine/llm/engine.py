@@ -20,7 +20,6 @@ from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.counters import EngineStats
 from weftline.engine.llm.executor import ChunkResult, RoundExecutor, RoundInFlight
 from weftline.engine.llm.kv_cache import PageCounts, PrefixCache
-from weftline.engine.llm.kv_events import KvEvents
 from weftline.engine.llm.output import SequenceOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefill_pace import BalancedPace, Pace, RoundTimer, StretchedPace
@@ -228,10 +227,6 @@ class Engine:
     def recorded(self) -> bool:
         """Return whether no graph is left for `record`."""
         return self.runner.asleep or all(one.graphs is None or one.graphs.complete for one in self._runners)
-
-    def kv_events(self, after: int = 0, most: int = 1000) -> KvEvents:
-        """Return the events of cached pages after event number `after`."""
-        return self._cache.log.pull(after, most)
 
     def stats(self) -> EngineStats:
         pages = PageCounts(0, 0, 0) if self.runner.asleep else self._schedule.pool.counts()

@@ -15,7 +15,7 @@ The parser's error messages name its own parts and limits. `explain` translates 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -192,29 +192,6 @@ class Matcher:
         if parsed:
             self._parser.rollback(parsed)
             self._check()
-
-    def count(self, drafts: Sequence[int]) -> int:
-        """Return how many of `drafts` could be accepted one after the other; changes nothing."""
-        taken = 0
-        try:
-            for token in drafts:
-                if not self.accept(token):
-                    break
-                taken += 1
-        finally:
-            self.rollback(taken)
-        return taken
-
-    def forced(self) -> list[int]:
-        """Return tokens that must come next whatever the model says, as the tokenizer would spell them; often none."""
-        if self._ended:
-            return []
-        with self._timed():
-            tokens = self._parser.compute_ff_tokens()
-            self._check()
-        ids = [int(token) for token in tokens]
-        wrong = next((at for at, token in enumerate(ids) if token in self._vocabulary.silent), len(ids))
-        return ids[:wrong]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
