@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weftline.engine.llm.update import TokenUpdate
+from weftline.engine.llm.request import TokenUpdate
 
 
 @dataclass(frozen=True, slots=True)

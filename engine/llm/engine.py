@@ -23,13 +23,19 @@ from weftline.engine.llm.kv_cache import PageCounts, PrefixCache
 from weftline.engine.llm.output import SequenceOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefill_pace import BalancedPace, Pace, RoundTimer, StretchedPace
-from weftline.engine.llm.request import DEFAULT_OPTIONS, LlmRequest, LlmRequestOptions, check_params, to_sequences
+from weftline.engine.llm.request import (
+    DEFAULT_OPTIONS,
+    LlmRequest,
+    LlmRequestOptions,
+    TokenUpdate,
+    check_params,
+    to_sequences,
+)
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import Round, RoundLimits, Schedule, ScheduledChunk
 from weftline.engine.llm.sequence import LIVE, Sequence
 from weftline.engine.llm.speculation import Speculation
 from weftline.engine.llm.tokens import Tokens
-from weftline.engine.llm.update import TokenUpdate
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, WeftlineError
 from weftline.nodes.out_of_memory import BatchSizeLimit
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weftline.engine.llm.detokenizer import TextStream
+from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken, TokenUpdate
 
 _EMPTY = TokenUpdate(-1)
 

@@ -37,7 +37,7 @@ TILE_BYTES = 32 << 20
 @cache
 def _rows_kernel() -> Callable[..., None] | None:
     try:
-        from weftline.engine.llm.cpu.rows import attend_rows
+        from weftline.engine.llm.cpu.kernels import attend_rows
     except ImportError:  # numba is not there: slower, the same numbers
         return None
     return attend_rows

@@ -43,10 +43,9 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion import match as fuse_match
-from weftline.engine.llm.fusion import norm as fuse_norm
 from weftline.engine.llm.fusion.probe import Call, Facts, ProbeForm, ask, differs, seated, watch
 from weftline.engine.llm.fusion.rows import NormForm
-from weftline.nodes.hugging_face import first_line
+from weftline.errors import first_line
 
 GROUPS = (("qkv", ("q_proj", "k_proj", "v_proj"), "qkv_proj"), ("gate_up", ("gate_proj", "up_proj"), "gate_up_proj"))
 """Pattern, the linear layers that are merged, and the name of the merged one."""
@@ -135,7 +134,7 @@ def fuse(model: Any, ready: Callable[[Any], None] = _nothing, done: Callable[[An
             except Exception as error:  # a model can fail in any way
                 if turns.raised is not None:
                     raise turns.raised from None
-                failed = f"the probe failed: {type(error).__name__}: {first_line(error)}"
+                failed = f"the probe failed: {type(error).__name__}: {first_line(error):.300}"
         for layer in layers:
             if layer not in turns.taken:
                 ready(layer)
@@ -210,7 +209,7 @@ def _fuse_layer(work: _Work, layer: Any, call: Call) -> None:
     inside = [module for module in layer.modules() if module is not layer and not isinstance(module, nn.Linear)]
     calls = watch(inside, lambda: layer(*call.args, **call.kwargs))
     for module in inside:
-        if fuse_norm.is_candidate(module):
+        if fuse_match.is_candidate(module):
             _fuse_norm(work, module, calls.get(module))
     for module in inside:
         for pattern, names, merged in GROUPS:
@@ -234,7 +233,7 @@ def _fuse_layer(work: _Work, layer: Any, call: Call) -> None:
 
 def _fuse_norm(work: _Work, module: Any, call: Call | None) -> None:
     try:
-        form = "the probe did not reach it" if call is None else fuse_norm.recognise(module, call)
+        form = "the probe did not reach it" if call is None else fuse_match.recognise(module, call)
     except Exception as error:  # a kernel that does not compile here must not keep the model from running
         form = f"fused it fails: {type(error).__name__}"
     if isinstance(form, str):
@@ -242,7 +241,7 @@ def _fuse_norm(work: _Work, module: Any, call: Call | None) -> None:
         return
     work.norms[module] = form
     work.counts["norm"] += 1
-    fuse_norm.install(module, form)
+    fuse_match.install(module, form)
 
 
 def _merge(work: _Work, owner: Any, pattern: str, names: tuple[str, ...], merged: str, call: Call | None) -> None:
@@ -310,7 +309,7 @@ def _unlike_layer(layer: Any) -> str | None:
 def _fuse_stack(work: _Work, base: Any, layers: list[Any], normed: Call | None) -> None:
     """Fuse the last norm, which was called as `normed` says, and, where every layer is fused, the stack itself."""
     norm = base._modules.get("norm")
-    if norm is not None and fuse_norm.is_candidate(norm):
+    if norm is not None and fuse_match.is_candidate(norm):
         _fuse_norm(work, norm, normed)
     children = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
     reason = None if len(work.steps) == len(layers) else "not all of its layers are fused"
@@ -322,7 +321,7 @@ def _fuse_stack(work: _Work, base: Any, layers: list[Any], normed: Call | None) 
         try:  # by the model's own code, over the layers as they are now
             call = watch([base], lambda: work.model(**ask(work.model))).get(base)
         except Exception as error:
-            reason = f"the probe failed: {type(error).__name__}: {first_line(error)}"
+            reason = f"the probe failed: {type(error).__name__}: {first_line(error):.300}"
     if reason is not None or call is None:
         work.leave(base, "model", reason or "the probe did not reach it")
         return

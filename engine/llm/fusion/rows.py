@@ -47,10 +47,10 @@ class NormForm:
 @cache
 def _compiled() -> Any:
     try:
-        from weftline.engine.llm.fusion import compiled as fuse_compiled
+        from weftline.engine.llm.cpu import kernels
     except ImportError:  # numba is not there: slower, the same numbers
         return None
-    return fuse_compiled
+    return kernels
 
 
 @cache
@@ -60,9 +60,9 @@ def _kernels(device: torch.device) -> Any:
 
     if available(device) is not None:
         return None
-    from weftline.engine.llm.kernels import norms, silu_mul
+    from weftline.engine.llm.kernels import rows
 
-    return SimpleNamespace(norm=norms.rms_norm, add_norm=norms.add_rms_norm, gate=silu_mul.silu_mul)
+    return SimpleNamespace(norm=rows.rms_norm, add_norm=rows.add_rms_norm, gate=rows.silu_mul)
 
 
 def _norm_kernels(values: Tensor, form: NormForm) -> Any:

@@ -40,7 +40,7 @@ from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import Draw, RoundView, input_tokens
 from weftline.engine.llm.gpu.capture import Capture
 from weftline.engine.llm.sampling.draw import DrawSettings, draw
-from weftline.nodes.hugging_face import first_line
+from weftline.errors import first_line
 from weftline.nodes.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ class DecodeGraphs:
 
     def _fail(self, size: int, error: Exception) -> None:
         """Note that a size has no graph. Without memory for it there may be some for smaller ones, else for none."""
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error):.300}"
         short = is_out_of_memory(error)
         self.failures |= dict.fromkeys([size] if short else self._missing(), reason)
         if not self._warned:

@@ -17,11 +17,10 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import GROUPS, fuse
-from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps
+from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps, PlainOps
 from weftline.engine.llm.gpu.buffers import Draw
 from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
-from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.shm.device.names import is_fake
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.grammar.matcher import Matcher
-from weftline.errors import InputError, ModelError, StepError, WeftlineError
+from weftline.errors import InputError, ModelError, StepError, WeftlineError, first_line
 
 TASK_MIN = 4
 """Fewest matchers that are worth a task of their own for an executor."""
@@ -191,8 +191,7 @@ def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabula
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's own panics are no Exceptions
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ModelError(f"structured output: the model's tokenizer cannot be used: {reason:.200}")
+        return ModelError(f"structured output: the model's tokenizer cannot be used: {first_line(error):.200}")
     words = (max(known, size) + 31) // 32
     bits = torch.ones(words * 32, dtype=torch.bool)
     bits[sorted(silent)] = False

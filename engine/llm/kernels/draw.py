@@ -13,7 +13,7 @@ Where all tokens that can be kept are few, as they are for logits of usual shape
 over the row, and all others over what was collected. A row pays only for the narrowing that it asks for.
 
 The token is the largest scaled logit + Gumbel noise among those kept, from the same hash as in
-`weftline.engine.llm.sampling.noise`. Equal scores: the lowest token. Tokens with equal logits stay or go together.
+`weftline.engine.llm.sampling.draw`. Equal scores: the lowest token. Tokens with equal logits stay or go together.
 A row with NaN or infinity gives a token where it has one; a row of -inf gives token 0. Both must be refused by the
 caller, as must the reference's.
 
@@ -38,7 +38,7 @@ COLD = tl.constexpr(1e-5)
 _BELOW_ALL = tl.constexpr(-2139095042)
 """One less than the order number of minus infinity."""
 _TOKENS, _SHARES, _TYPICAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# the numbers of weftline.engine.llm.sampling.noise
+# the numbers of weftline.engine.llm.sampling.draw
 _GOLDEN_64, _FIRST_64 = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND_64 = tl.constexpr(0x94D049BB133111EB)
 _GOLDEN_32, _FIRST_32, _SECOND_32 = tl.constexpr(0x9E3779B1), tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.kernels.draw import draw_launch
+from weftline.engine.llm.kernels.float8 import quantise_launch
 from weftline.engine.llm.kernels.launch import FLOAT8, Launch
-from weftline.engine.llm.kernels.norms import add_norm_launch, norm_launch
 from weftline.engine.llm.kernels.paged_attention import attention_launches
-from weftline.engine.llm.kernels.quantise_rows import quantise_launch
 from weftline.engine.llm.kernels.rotate import rotate_launch
-from weftline.engine.llm.kernels.silu_mul import gate_launch
+from weftline.engine.llm.kernels.rows import add_norm_launch, gate_launch, norm_launch
 from weftline.engine.llm.kernels.write_pages import write_launch
 
 ARCHS = (80, 90, 100)

@@ -27,8 +27,18 @@ from torch import Tensor
 
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.model_loader import RunnerOptions, load_model
-from weftline.engine.llm.parallel.followers import LOAD_MAX_S, START_MAX_S, Followers, end_with
-from weftline.engine.llm.parallel.messages import FollowerSettings, Kind, decode_round, encode_round, receive, send
+from weftline.engine.llm.parallel.followers import (
+    LOAD_MAX_S,
+    START_MAX_S,
+    Followers,
+    FollowerSettings,
+    Kind,
+    decode_round,
+    encode_round,
+    end_with,
+    receive,
+    send,
+)
 from weftline.engine.llm.parallel.peers import COLLECTIVE_MAX_S, Peers
 from weftline.engine.llm.parallel.shards import shard
 from weftline.engine.llm.runner import Runner

@@ -1,4 +1,4 @@
-"""Engines of any size, form and proposer, whose requests come, pause and leave: the answers each request gives alone."""
+"""Random engines, whose requests come, pause and leave, give each request the answer it gives alone."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from weftline.engine.llm.fusion import rows as fuse_rows
-from weftline.engine.llm.fusion.norm import is_candidate, recognise
+from weftline.engine.llm.fusion.match import is_candidate, recognise
 from weftline.engine.llm.fusion.probe import Call
 from weftline.engine.llm.fusion.rows import ROWS_MAX, add_rms_norm, gated, rms_norm, turn
 

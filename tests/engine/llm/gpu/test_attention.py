@@ -17,9 +17,8 @@ from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion.rows import turn
 from weftline.engine.llm.gpu import attention as gpu_attention
-from weftline.engine.llm.gpu.attention import GpuAttention, ops_for
+from weftline.engine.llm.gpu.attention import GpuAttention, PlainOps, ops_for
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
-from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams

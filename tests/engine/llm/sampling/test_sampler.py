@@ -11,10 +11,10 @@ import torch
 
 from tests.engine.llm import plain_sampling
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.request import SampledToken
 from weftline.engine.llm.sampling import sampler as sampling
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken
 from weftline.errors import InputError
 
 VOCABULARY = 60
