@@ -1,4 +1,4 @@
-"""Weight quantisation at load: choice of method and conversion.
+"""Weight quantisation at load, and pre-quantised checkpoints: choice of method and conversion.
 
     plan = plan_weights("int8", "auto", "cpu", config, "models/shapes-chat")
     model = AutoModelForCausalLM.from_pretrained(..., config=config, dtype=plan.dtype or ...)
@@ -19,6 +19,10 @@ Embeddings, the output layer, norms and routers of experts stay as they are.
 fp8's inputs are scaled and rounded by one Triton kernel where it can be used, and by torchao otherwise. int8 saves
 memory and no time: torchao converts the whole weight to the model's dtype before each product, so that a product reads
 it as int8, writes it, and reads it again.
+
+A pre-quantised checkpoint has a `quantization_config`; transformers and the package of its format load it. A format
+whose package would download code, or that cannot run on the device, is loaded as plain weights where transformers can
+do that, and otherwise refused.
 """
 
 from __future__ import annotations

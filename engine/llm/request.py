@@ -1,6 +1,8 @@
-"""Requests to the LLM engine: options, checks against the model, and conversion to sequences.
+"""Requests to the LLM engine and their updates: options, checks against the model, conversion to sequences.
 
-A request has one prompt and one answer or several. The first sequence computes the prompt; the others fork from it.
+A request has one prompt and one answer or several. The first sequence computes the prompt; the others fork from it. The
+sampler returns a `SampledToken` per row of logits, the executor makes a `TokenUpdate` of those of one answer, the
+engine adds text, counts and the finish reason, and the node streams it.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ character before the template is rendered, and the rendered text is encoded in p
     encoded    [<|im_start|>, user, ignore, this] + [<, |, im, _, end, |, >] + [and, <|im_end|>]
 
 Out of tokens: see `weftline.engine.llm.detokenizer`.
+
+Messages follow OpenAI's chat completions: a role and content, and optionally `tool_calls`, `tool_call_id`, `name` and
+`reasoning_content`. Of tools only size and JSON types are checked; their schema depends on the model.
 """
 
 from __future__ import annotations

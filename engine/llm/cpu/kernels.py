@@ -1,7 +1,10 @@
-"""Fused element-wise operations for float32 on a CPU, compiled by numba.
+"""CPU kernels for float32, compiled by numba: norms, rotary embedding and paged attention of decode rows.
 
-For a few rows, torch spends more on starting these operations than on computing them: each is some loops here, on one
-core. The compiled code is kept on disk beside this file, or in the user's cache where that cannot be written.
+For a few rows, torch's overhead per operation exceeds the computation, so norms and rotary embedding are plain loops on
+one core. Paged attention takes all decode rows of a round in one parallel call: each pair of a row and a key head is
+one job, keys are read in place, and query heads that share a key head read it once.
+
+The compiled code is cached beside this file, or in the user's cache directory if that is not writable.
 """
 
 # numba compiles what it is given: plain loops over arrays, no calls
@@ -43,8 +46,8 @@ def add_norm(values: Any, delta: Any, out: Any, weight: Any, eps: float) -> None
 
 
 @numba.njit(fastmath=_FAST, cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
-def turn(heads: Any, cos: Any, sin: Any) -> None:
-    """Turn `heads` [rows, heads, width] in place by `cos`, `sin` [rows, turned width]."""
+def rotate(heads: Any, cos: Any, sin: Any) -> None:
+    """Apply the rotary embedding `cos`, `sin` [rows, rotary width] to `heads` [rows, heads, width] in place."""
     rows, count, _ = heads.shape
     half = cos.shape[1] // 2
     for row in range(rows):

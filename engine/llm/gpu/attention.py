@@ -21,22 +21,22 @@ _log = logging.getLogger(__name__)
 
 
 class PagedOps(Protocol):
-    """The three operations on pages; shapes as in `weftline.engine.llm.kernels`."""
+    """The operations on KV pages; shapes as in `weftline.engine.llm.kernels`."""
 
     def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write key, value [rows, kv_heads, width] to `slots` int64 [rows]; negative ones are skipped."""
 
-    def turn_and_write(
+    def rotate_and_write(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Turn query and key by cos, sin [rows, turned width], write key and value, return the query."""
+        """Apply rotary embedding cos, sin [rows, rotary width], write key and value, return the query."""
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
         page_tokens: int, scale: float, window: int | None, softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        """Return [rows, heads, value width]; rows of no sequence may be anything finite."""
+        """Compute attention, [rows, heads, value width]; padding rows are arbitrary but finite."""
 
 
 class TritonOps:
@@ -52,7 +52,7 @@ class TritonOps:
     def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         self._write(key, value, keys, values, slots)
 
-    def turn_and_write(
+    def rotate_and_write(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
@@ -66,7 +66,7 @@ class TritonOps:
 
 
 def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
-    """Return the quickest operations for `device`, and why they are not the kernels where they are not."""
+    """Return the fastest operations for `device`, and the reason if they are not the kernels."""
     from weftline.engine.llm.kernels.availability import available
 
     reason = available(device)
@@ -74,7 +74,7 @@ def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
 
 
 class GpuAttention:
-    """The GPU's form of paged attention; see `AttentionForm`. Also runs on a CPU, for tests."""
+    """Paged attention on a GPU, an `AttentionForm`; also runs on a CPU, for tests."""
 
     def __init__(self, buffers: RoundBuffers, ops: PagedOps) -> None:
         self.buffers = buffers
@@ -92,7 +92,7 @@ class GpuAttention:
         ops: PagedOps | None = None,
         sequences_max: int = 512,
     ) -> GpuAttention:
-        """Return a form for rounds of `rows_max` tokens, of `sequences_max` sequences of at most `context_max`.
+        """Allocate buffers for rounds of `rows_max` tokens, `sequences_max` sequences and `context_max`.
 
         Tables have a line of 16 bytes for each page a sequence may have, for each of the sequences.
         """
@@ -104,7 +104,7 @@ class GpuAttention:
         return cls(RoundBuffers(limits, page_tokens, device), ops)
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """Take in a round whose tokens the caller brings itself; nothing is padded."""
+        """Set the round without padding; the caller passes its tokens to the model."""
         self.view = self.buffers.fill(spans)
 
     def attend(
@@ -121,7 +121,7 @@ class GpuAttention:
         self._ops.write(key.transpose(0, 1), value.transpose(0, 1), keys, values, view.slots)
         return self._attend(query.transpose(0, 1), keys, values, view, scale, window, softcap)
 
-    def attend_turning(
+    def attend_rotary(
         self,
         layer: LayerPages,
         query: Tensor,
@@ -133,9 +133,9 @@ class GpuAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Like `attend`, with rotary embedding on the way; query, key, value are [rows, heads, width]."""
+        """Apply rotary embedding and attend; query, key, value: [rows, heads, width]."""
         keys, values, view = self._ready(layer)
-        query = self._ops.turn_and_write(query, key, value, cos, sin, keys, values, view.slots)
+        query = self._ops.rotate_and_write(query, key, value, cos, sin, keys, values, view.slots)
         return self._attend(query, keys, values, view, scale, window, softcap)
 
     def _attend(
@@ -159,7 +159,10 @@ class GpuAttention:
 
 
 class PlainOps:
-    """`PagedOps` in torch; see `weftline.engine.llm.gpu.attention`."""
+    """`PagedOps` in torch operations: for tests on a CPU and GPUs without the kernels.
+
+    Reads no device value on the host. Gathers every page of every table per layer, which is slow for long tables.
+    """
 
     def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         # a padding row writes again what the slot of row 0 gets, so that no shape depends on a value; when row 0 is
@@ -170,11 +173,11 @@ class PlainOps:
             first = torch.where((slots[:1] < 0)[None, :, None], pages[:, place[:1]], own[:, :1])
             pages[:, place] = torch.where((slots < 0)[None, :, None], first, own)
 
-    def turn_and_write(
+    def rotate_and_write(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
-        query, key = _turn(query, cos, sin), _turn(key, cos, sin)
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
         self.write(key, value, keys, values, slots)
         return query
 
@@ -205,7 +208,7 @@ class PlainOps:
         return torch.einsum("rhp,hrpw->rhw", weights.to(query.dtype), v)
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     low, high = heads[..., :width].chunk(2, dim=-1)
     turned = heads[..., :width] * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]

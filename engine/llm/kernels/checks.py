@@ -1,6 +1,9 @@
-"""List of all kernel checks against the reference.
+"""Kernel checks against the reference: test cases and their errors.
 
-Run twice: in Triton's interpreter by the tests, and on a GPU by `weftline.engine.llm.kernels.gpu_check`.
+They run in Triton's interpreter in the tests, and on a GPU in `weftline.engine.llm.kernels.gpu_check`.
+
+Attention cases fill unused and invisible slots with NaN, use pages in random order, and let table entries that must not
+be read point to a page of NaN. The sampling kernel's reference is `weftline.engine.llm.sampling.draw` on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `error` computes how wrong a kernel is; up to `allowed` it is right."""
+    """One check: passes if the result of `error` is at most `allowed`."""
 
     name: str
     error: Callable[[], float]
@@ -37,7 +40,7 @@ class Check:
 
 
 def all_checks(device: torch.device, random_rounds: int) -> list[Check]:
-    """Return every check; `random_rounds` of attention on top of the chosen ones."""
+    """Return all checks, with `random_rounds` random attention cases besides the fixed ones."""
     rounds = [*ATTENTION, *(random_attention(seed) for seed in range(random_rounds))]
     checks = [
         Check(f"attention: {case.name}", partial(attention_error, case, seed, device), TOLERANCE[case.dtype])
@@ -71,7 +74,7 @@ def all_checks(device: torch.device, random_rounds: int) -> list[Check]:
 
 
 def write_error(dtype: torch.dtype, page_dtype: torch.dtype, arch: int | None, device: torch.device) -> float:
-    """Return how many of the written pages' numbers, and of those that should not be, are not what they should be."""
+    """Count wrong elements of pages, among written and untouched slots."""
     made = torch.Generator().manual_seed(5)
     rows, kv_heads, slots, widths = 9, 2, 40, (80, 64)
     key, value = (torch.randn(rows, kv_heads, width, generator=made).mul(200).to(dtype).to(device) for width in widths)
@@ -90,7 +93,7 @@ def write_error(dtype: torch.dtype, page_dtype: torch.dtype, arch: int | None, d
 
 
 def float8_error(arch: int, device: torch.device) -> float:
-    """Return how many float32 numbers become another float8 than torch's: every float8, all ties, and a wide range."""
+    """Count float32 values converted to another float8 than torch's: all float8 values, ties, and a range."""
     exact = torch.arange(0, 0x7F, dtype=torch.uint8).view(FLOAT8).float()
     ties = (exact[1:] + exact[:-1]) / 2
     near = torch.cat([ties * (1 + 2**-20), ties * (1 - 2**-20)])
@@ -104,12 +107,12 @@ def float8_error(arch: int, device: torch.device) -> float:
 
 
 def drawn_error(made: Callable[[], list[tuple[torch.Tensor, dict[str, float]]]], device: torch.device) -> float:
-    """Return how many tokens of the round that `made` returns are not the reference's."""
+    """Count tokens of the round made by `made` that differ from the reference."""
     return draw_error(made(), device)
 
 
 def quantise_error(arch: int, device: torch.device) -> float:
-    """Return how many scales and float8 numbers of rows are not what torch gives."""
+    """Count scales and float8 elements that differ from torch's."""
     wrong = 0
     for dtype, width in ((torch.bfloat16, 96), (torch.float16, 256), (torch.float32, 9000)):
         x = torch.randn(5, width, generator=torch.Generator().manual_seed(9)).mul(30).to(dtype)
@@ -125,7 +128,7 @@ def quantise_error(arch: int, device: torch.device) -> float:
 
 
 def rotate_error(dtype: torch.dtype, rotary: int, device: torch.device) -> float:
-    """Return the largest difference of rotated queries and written keys and values, inf where padding was written."""
+    """Return the largest error of rotated queries and written keys and values; inf if padding was written."""
     made = torch.Generator().manual_seed(6)
     rows, heads, kv_heads, width = 7, 4, 2, 64
     merged = torch.randn(rows, heads + 2 * kv_heads, width, generator=made).to(dtype).to(device)
@@ -150,7 +153,7 @@ def rotate_error(dtype: torch.dtype, rotary: int, device: torch.device) -> float
 
 
 def norm_error(dtype: torch.dtype, shape: tuple[int, ...], plus_one: bool, device: torch.device) -> float:
-    """Return the largest difference of a norm and, for rows without heads, of the sum and its norm."""
+    """Return the largest error of a norm and, for rows without heads, of the fused addition and norm."""
     made = torch.Generator().manual_seed(7)
     x = torch.randn(*shape, generator=made).mul(3).to(dtype).to(device)
     weight = torch.randn(shape[-1], generator=made).to(dtype).to(device)
@@ -164,7 +167,7 @@ def norm_error(dtype: torch.dtype, shape: tuple[int, ...], plus_one: bool, devic
 
 
 def gate_error(dtype: torch.dtype, inner: int, tanh_gelu: bool, device: torch.device) -> float:
-    """Return the largest difference of a gate, over ordinary and very large numbers."""
+    """Return the largest error of a gated activation, over ordinary and very large values."""
     merged = torch.randn(5, 2 * inner, generator=torch.Generator().manual_seed(8)).to(dtype)
     merged[0] *= 50
     merged = merged.to(device)
@@ -173,7 +176,7 @@ def gate_error(dtype: torch.dtype, inner: int, tanh_gelu: bool, device: torch.de
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One round: `rows` of each sequence behind `starts` tokens that were there before; 0 rows is padding.
+    """An attention round: `rows` new tokens of each sequence after `starts` cached ones; 0 rows: padding.
 
     arch: compile for it; 80 reads float8 pages bit by bit. None: the device's own.   spare_rows: padded rows.
     """
@@ -197,7 +200,7 @@ class AttentionCase:
 
 
 def attention_error(case: AttentionCase, seed: int, device: torch.device) -> float:
-    """Return the largest difference of a round's attention from the reference; inf where it has a NaN."""
+    """Return the largest error of a round's attention against the reference; inf for NaN."""
     made = torch.Generator().manual_seed(seed)
     dtype, page_dtype = case.dtype, case.page_dtype or case.dtype
     value_width = case.value_width or case.width
@@ -281,7 +284,7 @@ ATTENTION = (
 
 
 def random_attention(seed: int) -> AttentionCase:
-    """Return a case of random shape."""
+    """Generate a case of random shape."""
     made = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -313,7 +316,7 @@ Options = dict[str, float]
 
 
 def draw_error(rows: Sequence[tuple[Tensor, Options]], device: torch.device) -> float:
-    """Return how many rows' tokens are wrong.
+    """Count rows with a wrong token.
 
     Where the row's largest logit is not finite, any token of a logit that is not finite is right.
     """
@@ -387,7 +390,7 @@ def _rounds_of(row: Tensor) -> list[tuple[Tensor, Options]]:
 
 
 def draw_cases() -> dict[str, Callable[[], list[tuple[Tensor, Options]]]]:
-    """Return rounds by name; made when they are called."""
+    """Return factories of sampling rounds by name."""
     whole: dict[str, Callable[[], list[tuple[Tensor, Options]]]] = {
         "nothing narrows": lambda: [(_random(at), {"temperature": (0.0, 0.7, 2.0)[at % 3]}) for at in range(9)],
         "each row its own": lambda: (

@@ -2,7 +2,9 @@
 
     python -m weftline.engine.llm.kernels.report [docs/kernels.md]
 
-Needs no GPU; some minutes on one core the first time, since Triton keeps what it has compiled.
+Needs no GPU and no driver: launches of `meta` tensors are compiled ahead of time, under the assumption that tensors are
+aligned to 16 bytes, as torch's are. The assembler of Triton reports registers, spilled bytes and shared memory. Takes
+some minutes on one core the first time; Triton caches compiled kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources of one program of a kernel.
+    """Resource usage of one program of a kernel.
 
     registers:    32-bit registers of a thread.
     spill_bytes:  stores of a thread to memory for lack of registers.
@@ -52,7 +54,7 @@ class Resources:
 
 
 def resources(launch: Launch, arch: int) -> Resources:
-    """Compile `launch` for `arch`, such as 90; whatever Triton or the assembler raise when it cannot be compiled."""
+    """Compile `launch` for `arch`, such as 90; errors of Triton and the assembler propagate."""
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], Any] = {}
@@ -73,7 +75,7 @@ def resources(launch: Launch, arch: int) -> Resources:
 
 
 def _kind(value: Any, special: bool) -> str:
-    """Return Triton's name for the type of an argument; 1, if `special`, and None are compiled in, as Triton does."""
+    """Return Triton's type name of an argument; None and, if `special`, 1 are compile-time constants."""
     if value is None or (special and isinstance(value, int) and value == 1):
         return "constexpr"
     if isinstance(value, Tensor):
@@ -82,7 +84,7 @@ def _kind(value: Any, special: bool) -> str:
 
 
 def _assembled(ptx: str, arch: int) -> tuple[int, int]:
-    """Return (registers, bytes spilled) from the assembler's report."""
+    """Assemble `ptx`; return (registers, spilled bytes) of a thread."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "kernel.ptx")
         written.write_text(ptx)
@@ -154,7 +156,7 @@ _COLUMNS = """| form | for | warps | registers of a thread | bytes spilled | sha
 
 
 def page(found: Iterable[tuple[KernelForm, Resources]]) -> str:
-    """Return docs/kernels.md."""
+    """Render docs/kernels.md."""
     lines = [
         f"| {form.name} | sm_{form.arch} | {form.launch.warps} | {taken.registers} | {taken.spill_bytes} "
         f"| {taken.shared_bytes} | {form.launch.stages} |\n"
@@ -165,7 +167,7 @@ def page(found: Iterable[tuple[KernelForm, Resources]]) -> str:
 
 
 def recorded(text: str) -> tuple[str, dict[tuple[str, int], Resources]]:
-    """Return (Triton's version, what each form and architecture took) from the text of docs/kernels.md."""
+    """Parse docs/kernels.md: (Triton's version, resources by form and architecture)."""
     version = re.search(r"^Compiled with Triton ([\w.+]+);", text, re.MULTILINE)
     rows = {
         (name, int(arch)): Resources(int(registers), int(spilled), int(shared))

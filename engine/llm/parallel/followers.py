@@ -1,7 +1,14 @@
-"""Processes of the other tensor-parallel ranks: start, commands, supervision and end.
+"""Follower processes of the other tensor-parallel ranks, and the frames that the first rank sends them.
 
-A follower is started by exec, never by fork, and has one end of a socket pair. It is gone when its end of the pair is:
-the first rank sees that at once, and a follower whose first rank is gone ends itself, whatever it is waiting for.
+A follower is started by exec, never by fork, and has one end of a socket pair. A closed pair is the sign of death: the
+first rank sees it at once, and a follower whose first rank died exits, whatever it is waiting for.
+
+    frame    kind uint32 | payload bytes uint32 | payload
+    round    int32: copies | chunks | (from, to) for each copy
+             for each chunk: start | count | rows | adapter | run | pages | its tokens | its page table
+
+Frames hold numbers, and text for errors; none of it is executed. Followers have no requests: a `RemoteChunk` has the
+fields of a `weftline.engine.llm.schedule.ScheduledChunk` that a runner reads.
 """
 
 from __future__ import annotations
@@ -47,7 +54,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FollowerSettings:
-    """The first message to a follower.
+    """First message to a follower: the model and its options.
 
     source, shown: the model's folder or name, and its name in errors.
     options:       a RunnerOptions as plain values.
@@ -72,7 +79,7 @@ class FollowerSettings:
 
 
 class _Tokens:
-    """The tokens that a chunk computes, by their places in the sequence."""
+    """Tokens of a chunk, indexed by position in the sequence."""
 
     __slots__ = ("_first", "_tokens")
 
@@ -85,7 +92,7 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSequence:
-    """Of a sequence, what one round needs."""
+    """The fields of a sequence that one round needs."""
 
     tokens: _Tokens
     table: PageTable
@@ -94,7 +101,7 @@ class RemoteSequence:
 
 @dataclass(frozen=True, slots=True)
 class RemoteChunk:
-    """A chunk of a round as a follower sees it; the names are those of `ScheduledChunk`."""
+    """Chunk of a round on a follower; field names of `ScheduledChunk`."""
 
     sequence: RemoteSequence
     start: int
@@ -104,7 +111,7 @@ class RemoteChunk:
 
 
 def encode_round(chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]]) -> bytes:
-    """Return the payload of a ROUND frame."""
+    """Encode the payload of a ROUND frame."""
     numbers = array("i", (len(copies), len(chunks)))
     for copy in copies:
         numbers.extend(copy)
@@ -117,7 +124,7 @@ def encode_round(chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, i
 
 
 def decode_round(payload: bytes) -> tuple[list[RemoteChunk], list[tuple[int, int]]]:
-    """Return the chunks and copies of a ROUND frame."""
+    """Decode the chunks and page copies of a ROUND frame."""
     numbers = array("i")
     numbers.frombytes(payload)
     copies = [(numbers[at], numbers[at + 1]) for at in range(2, 2 + 2 * numbers[0], 2)]
@@ -133,12 +140,12 @@ def decode_round(payload: bytes) -> tuple[list[RemoteChunk], list[tuple[int, int
 
 
 def send(channel: socket.socket, kind: Kind, payload: bytes = b"") -> None:
-    """Send one frame; TimeoutError or another OSError when the other side does not read, or is gone."""
+    """Send one frame; OSError if the peer is closed, TimeoutError if it does not read."""
     channel.sendall(_HEAD.pack(kind, len(payload)) + payload)
 
 
 def receive(channel: socket.socket) -> tuple[Kind, bytes]:
-    """Wait for one frame; EOFError when the other side is gone, TimeoutError after the channel's own timeout."""
+    """Wait for one frame; EOFError if the peer is closed, TimeoutError after the channel's timeout."""
     kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
     if size > FRAME_BYTES_MAX:
         raise EOFError(f"a frame of {size} bytes, expected at most {FRAME_BYTES_MAX}")
@@ -170,7 +177,7 @@ END_MAX_S = 10.0
 class Followers:
     """Processes of ranks 1 to `ranks` - 1. `meeting` is the rendezvous file of all ranks.
 
-    lost: what became of the first follower that ended by itself, as a phrase; None while all are there.
+    lost: how the first follower died, as a phrase; None while all run.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -209,7 +216,7 @@ class Followers:
             )
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """From now on note a follower's end in `lost`, and call `gone` once, from a thread of its own."""
+        """Start to monitor the followers: on the first death set `lost` and call `gone` from a thread."""
         for rank, process in enumerate(self._processes, 1):
             watch = threading.Thread(target=self._watch, args=(rank, process, gone), daemon=True)
             watch.start()
@@ -222,14 +229,14 @@ class Followers:
             gone()
 
     def gone(self) -> str | None:
-        """Return what became of a follower that has ended or is just ending, as a phrase; None when all are there."""
+        """Return how a follower died, as a phrase, or None; waits up to GONE_MAX_S for exit codes."""
         for watch in self._watches:
             if self.lost is None:
                 watch.join(GONE_MAX_S)
         return self.lost
 
     def send(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
-        """Send a frame to all followers, or to one rank; WorkerDied when one does not take it."""
+        """Send a frame to all followers, or to one rank; WorkerDied if one does not receive it."""
         for rank, channel in self._chosen(to):
             try:
                 channel.settimeout(SEND_MAX_S)
@@ -238,7 +245,7 @@ class Followers:
                 raise WorkerDied(f"rank {rank} does not receive any more: {type(error).__name__}") from None
 
     def wait_ready(self, timeout_s: float, of: int | None = None) -> list[bytes]:
-        """Wait for READY from all followers or one rank; ModelError with its error, or how it ended."""
+        """Wait for READY from all followers or one rank; ModelError with the follower's error or exit code."""
         payloads = []
         for rank, channel in self._chosen(of):
             try:
@@ -258,7 +265,7 @@ class Followers:
         return [(at, channel) for at, channel in enumerate(self._channels, 1) if rank in (None, at)]
 
     def close(self) -> None:
-        """End every follower, kill those that do not end, and leave nothing behind."""
+        """Stop every follower, kill those that do not exit, and remove the rendezvous folder."""
         self._closing = True
         for channel in self._channels:
             channel.close()
@@ -278,7 +285,7 @@ def _ending(code: int) -> str:
 
 
 def end_with(channel: socket.socket) -> None:
-    """End this process when the other end of `channel` is closed, even while it waits for a device."""
+    """Exit this process when the peer of `channel` is closed, even while it waits for a device."""
 
     def wait() -> None:
         gone = select.poll()

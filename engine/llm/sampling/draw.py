@@ -3,11 +3,11 @@
     settings = DrawSettings(temperature, seed, position, top_p=top_p)
     tokens = draw(logits, settings)
 
-The drawn token has the largest logit / temperature + Gumbel noise (`weftline.engine.llm.sampling.draw`) among those
-that pass the filters; of equal ones the lowest id. `draw` never waits for the device and has no shape that depends on
-data, so a CUDA graph can contain it. On a GPU it is one kernel without sorting (`weftline.engine.llm.kernels.draw`).
-The torch operations here define the result; with filters they sort whole rows. `try_draw` sorts only the largest logits
-of each row and returns for which rows that was enough.
+The drawn token has the largest logit / temperature + Gumbel noise among those that pass the filters; of equal ones the
+lowest id. `draw` never waits for the device and has no shape that depends on data, so a CUDA graph can contain it. On a
+GPU it is one kernel without sorting (`weftline.engine.llm.kernels.draw`). The torch operations here define the result;
+with filters they sort whole rows. `try_draw` sorts only the largest logits of each row and returns for which rows that
+was enough.
 
 Filters apply in this order, as in transformers; probabilities are relative to what the previous filter kept. Tokens
 with equal logits are kept or removed together, so the result does not depend on the device's sort order.
@@ -17,6 +17,15 @@ with equal logits are kept or removed together, so the result does not depend on
     min-p     those with at least p times the largest probability       (Nguyen et al. 2024)
     typical   those whose surprise -log(p) is nearest the expected surprise, until their probabilities reach p
                                                                         (Meister et al. 2022)
+
+The noise is counter-based: a hash of seed, position and token id, without state. A draw is therefore the same in any
+batch, after a preemption, with or without draft tokens, and on any device. The hash is integer arithmetic with
+overflow; only the logarithms of the final uniform number round and may differ in the last bit between devices. Seed and
+position pass the 64-bit finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014, with Stafford's constants) once
+each, which gives two 32-bit keys; the token passes lowbias32 (Wellons, hash-prospector), with one key before its first
+and one before its second multiplication.
+
+The log-probability of a token is its logit, before any processing, minus the log-sum-exp of its row.
 """
 
 from __future__ import annotations

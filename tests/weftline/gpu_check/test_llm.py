@@ -85,8 +85,8 @@ def test_fused_and_unfused_models_agree() -> None:
 
 @pytest.mark.slow
 def test_a_rotary_kernel_that_is_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = PlainOps.turn_and_write
-    monkeypatch.setattr(PlainOps, "turn_and_write", lambda self, query, *rest: turn(self, query, *rest) * 1.01)
+    rotate = PlainOps.rotate_and_write
+    monkeypatch.setattr(PlainOps, "rotate_and_write", lambda self, query, *rest: rotate(self, query, *rest) * 1.01)
     with pytest.raises(Wrong, match="small float32 fused: logits differ by"):
         llm_parts.check_fused(FAKE)
 

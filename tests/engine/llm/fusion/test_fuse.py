@@ -19,7 +19,7 @@ from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import FusionReport, fuse
 from weftline.engine.llm.fusion.linear import merged_linears
-from weftline.engine.llm.fusion.probe import ProbeForm, ask, seated
+from weftline.engine.llm.fusion.probe import ProbeForm, probe_inputs, probing
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
@@ -84,11 +84,11 @@ def build(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32
 @torch.inference_mode()
 def logits(model: Any, rows: int = 0) -> torch.Tensor:
     """Return the logits of the probe's tokens, or of `rows` others."""
-    given = ask(model)
+    given = probe_inputs(model)
     if rows:
         given["input_ids"] = torch.arange(rows)[None] * 5 % 199
         given["position_ids"] = torch.arange(rows)[None]
-    with seated(model, ProbeForm()):
+    with probing(model, ProbeForm()):
         found: torch.Tensor = model(**given).logits[0].float()
     return found
 
