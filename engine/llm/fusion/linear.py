@@ -9,7 +9,7 @@ The original weights are freed after each merge, so at most one group exists twi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -133,10 +133,3 @@ def split(owner: nn.Module, merged: str) -> None:
             plain.bias = nn.Parameter(linear.bias.data[start:stop], requires_grad=False)
         setattr(owner, name, plain.eval())
     delattr(owner, merged)
-
-
-def merged_linears(model: nn.Module) -> Iterator[tuple[str, MergedLinear]]:
-    """Yield (path of the owning module, layer) for every merged linear of a model."""
-    for path, module in model.named_modules():
-        if isinstance(module, MergedLinear):
-            yield path.rpartition(".")[0], module

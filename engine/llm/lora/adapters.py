@@ -74,11 +74,6 @@ class Adapters:
         return f"\0adapter {self._known(name).serial}".encode()
 
     @property
-    def size_bytes(self) -> int:
-        """Return the bytes of adapter memory: all slots of every layer with adapter weights."""
-        return sum(layer.size_bytes for layer in self._layers.values())
-
-    @property
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all adapters."""
         return [tensor for layer in self._layers.values() for tensor in (layer.down, *layer.up)]
@@ -131,11 +126,6 @@ class Adapters:
         loaded.users -= 1
         if loaded.leaving:
             self._free(name, loaded)
-
-    def users(self, name: str) -> int:
-        """Return the number of requests that hold `name`, also after `drop`."""
-        loaded = self._loaded.get(name)
-        return 0 if loaded is None else loaded.users
 
     def choose(self, rows: Sequence[tuple[int, int, int]] | Tensor) -> None:
         """Set the adapter of each row of the next pass.

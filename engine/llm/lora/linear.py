@@ -85,10 +85,6 @@ class LoraLinear:
         return cls(path, base, tuple(parts), choice, down, up)
 
     @property
-    def size_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.down, *self.up))
-
-    @property
     def rank_max(self) -> int:
         return self.down.shape[2]
 

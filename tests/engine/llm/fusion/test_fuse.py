@@ -18,7 +18,7 @@ from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import FusionReport, fuse
-from weftline.engine.llm.fusion.linear import merged_linears
+from weftline.engine.llm.fusion.linear import MergedLinear
 from weftline.engine.llm.fusion.probe import ProbeForm, probe_inputs, probing
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
@@ -273,7 +273,8 @@ def test_merged_linears_say_which_outputs_are_whose() -> None:
     model = build("Llama", {})
     wanted = model.model.layers[0].self_attn.k_proj.weight.clone()
     fuse(model)
-    merged = dict(merged_linears(model))
+    named = model.named_modules()
+    merged = {path.rpartition(".")[0]: module for path, module in named if isinstance(module, MergedLinear)}
     assert set(merged) == {f"model.layers.{at}.{part}" for at in range(LAYERS) for part in ("self_attn", "mlp")}
     linear = merged["model.layers.0.self_attn"]
     assert linear.parts == (("q_proj", 0, 64), ("k_proj", 64, 96), ("v_proj", 96, 128))
