@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weftline.errors import first_line
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.ports import Port
 
@@ -127,6 +128,5 @@ def graphs_or_none(
     try:
         return TorchGraphs.of(compute, like, sizes, capture())
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        _log.warning("%s runs without CUDA graphs: %.300s", shown, reason)
+        _log.warning("%s runs without CUDA graphs: %.300s", shown, first_line(error))
         return None

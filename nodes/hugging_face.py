@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.errors import MissingPackage, ModelError
+from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model
 
@@ -75,7 +75,7 @@ def load_tokenizer(folder: Path, shown: str) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{shown}/tokenizer.json is corrupt: {str(error).splitlines()[0]:.200}") from None
+        raise ModelError(f"{shown}/tokenizer.json is corrupt: {first_line(error):.200}") from None
 
 
 CONFIG_BYTES_MAX = 4 << 20
@@ -287,7 +287,7 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
             str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:
-        reason = first_line(error, source, model)
+        reason = reason_without_path(error, source, model)
         raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
     network, report = found
     missing = sorted(name for name in map(str, report.get("missing_keys") or ()) if not name.startswith(unused))
@@ -326,7 +326,7 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:
-        raise ModelError(f"{model} has no usable tokenizer: {first_line(error, source, model)}") from None
+        raise ModelError(f"{model} has no usable tokenizer: {reason_without_path(error, source, model)}") from None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise ModelError(f"{model} has no tokenizer.json")
@@ -361,7 +361,6 @@ def local_or_hub(model: str, base_dir: Path) -> Path | str:
     return find_model(model, base_dir) or model
 
 
-def first_line(error: BaseException, source: Path | str | None = None, shown: str = "") -> str:
-    """Return the first line of an error's message, with `shown` in place of `source`, whose path is private."""
-    text = (str(error) if source is None else str(error).replace(str(source), shown)).strip()
-    return f"{text.splitlines()[0]:.300}" if text else type(error).__name__
+def reason_without_path(error: BaseException, source: Path | str, shown: str) -> str:
+    """Return the first line of an error's message, at most 300 characters, with `shown` for the private `source`."""
+    return f"{first_line(error).replace(str(source), shown):.300}"

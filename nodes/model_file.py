@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weftline.errors import ModelError
+from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
 from weftline.shm.spec import RANK_MAX
 
@@ -217,7 +217,7 @@ def load_into(module: Any, state: dict[str, Any], shown: str) -> None:
     try:
         module.load_state_dict(state, strict=True)
     except (RuntimeError, ValueError, TypeError) as error:
-        lines = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+        lines = [line.strip() for line in str(error).splitlines()[1:]] or [first_line(error)]
         raise ModelError(f"{shown} does not fit the model: {' '.join(lines):.300}") from None
 
 
@@ -228,5 +228,4 @@ def _reason(error: BaseException, path: Path, shown: str) -> str:
         found = text.partition("GLOBAL ")[2].split()[:1]
         what = f" ({found[0]})" if found else ""
         return f"refused: it holds objects{what} that are not weights, and loading those can run code"
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-    return f"corrupt or truncated: {first:.200}"
+    return f"corrupt or truncated: {first_line(error).replace(str(path), shown):.200}"

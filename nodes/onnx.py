@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from weftline.errors import first_line
 from weftline.node import (
     Batch,
     BatchNode,
@@ -195,8 +196,7 @@ class Onnx(BatchNode):
             driver = self._driver(context.device)
             self._graphs = OnnxGraphs(self._session, self._memory, driver, context.stream, given, made, self._sizes)
         except Exception as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            _log.warning("%s runs without CUDA graphs: %.300s", self.config.model, reason)
+            _log.warning("%s runs without CUDA graphs: %.300s", self.config.model, first_line(error))
 
     def _driver(self, device: str) -> GpuDriver:
         return open_driver(device)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.errors import MissingPackage, ModelError
+from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext
 from weftline.nodes.onnx_file import DTYPES, ValueInfo
 from weftline.shm.device.driver import GpuDriver
@@ -77,8 +77,7 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=wanted)
     except Exception as error:
-        text = str(error).strip() or type(error).__name__  # some builds raise errors without a message
-        reason = text.replace(str(path), shown).splitlines()[0]
+        reason = first_line(error).replace(str(path), shown)
         raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}") from None
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from weftline.errors import ModelError
+from weftline.errors import ModelError, first_line
 from weftline.nodes.model_file import check_stored
 
 _ALLOWED = re.compile(
@@ -66,7 +66,7 @@ def load_exported(path: Path, shown: str) -> Any:
             # Guards are Python source in the file; ports say what they would have checked.
             return torch.export.load(path).module(check_guards=False)
         except Exception as error:
-            first = (str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__])[0]
+            first = first_line(error).replace(str(path), shown)
             raise ModelError(f"{shown} is no torch.export file, or is corrupt: {first:.200}") from None
 
 

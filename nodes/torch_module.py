@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from weftline.errors import first_line
 from weftline.node import (
     Batch,
     BatchNode,
@@ -186,8 +187,8 @@ class TorchModule(BatchNode):
                 warnings.simplefilter("ignore", FutureWarning)  # torch recommends torch.export; both are supported
                 return torch.jit.load(path, map_location="cpu").eval()  # type: ignore[no-untyped-call]
         except Exception as error:
-            reason = str(error).replace(str(path), shown).strip().splitlines() or [type(error).__name__]
-            raise ModelError(f"{shown} is no TorchScript file, or is corrupt: {reason[0]:.200}") from None
+            reason = first_line(error).replace(str(path), shown)
+            raise ModelError(f"{shown} is no TorchScript file, or is corrupt: {reason:.200}") from None
 
     def _make(self, base_dir: Path) -> Any:
         import torch

@@ -255,3 +255,8 @@ BY_NAME: dict[str, type[WeftlineError]] = {
     )
 }
 """The errors that may cross from a worker to the runtime, by the name they travel under."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that is not blank; its class name when there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,34 +1,40 @@
 """Paged attention as an attention function of transformers.
 
-Any model that lets its attention be chosen by name runs with ours. A round's tokens come packed in one row, whatever
-sequences they belong to; positions are right for each, and who may see whom is decided here:
+Any model whose attention implementation can be selected by name can use it. The tokens of all sequences of a round are
+packed in one row, with their own positions; visibility between them is decided here:
 
     query  [1, heads, rows, width]      rows: one per token of the round
     key    [1, kv_heads, rows, width]   written to the pages of the layer first, then read back with what was there
     keys   [kv_heads, slots, width]     a layer's pages; token t is at slot pages[t // size] * size + t % size
 
 Heads come first in the pages so that a sequence whose pages are neighbours is, for each head, one dense piece of
-memory. How the reading is done depends on the device: `cpu.attention` and `gpu.attention` hold two forms of one
-operation, and the runner chooses.
+memory. How the reading is done depends on the device: `cpu.attention` and `gpu.attention` are two forms of one
+operation, and the runner selects one.
+
+Packing is correct only if attention alone carries information between tokens, positions are the `position_ids` passed
+in, and each layer attends once, causally, through transformers' attention interface. `find_layers` checks this with a
+short pass whose attention returns zeros; other models are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from weftline.engine.llm import attention
 from weftline.engine.llm.kv_cache import PageTable
-from weftline.errors import ModelError
+from weftline.errors import ModelError, first_line
 
 NAME = "weftline_paged"
-"""The name under which transformers finds `paged_attention`."""
+"""Name of `paged_attention` in transformers' attention registry."""
 
 _REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
-"""Arguments that change the result and that no form has; a model that passes one is refused at load."""
+"""Unsupported arguments that change the result; a model that passes one is refused at load."""
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ class AttentionForm(Protocol):
 
 @dataclass(slots=True)
 class LayerPages:
-    """One layer's part of the KV memory; sits on its attention module.
+    """KV memory of one layer, attached to its attention module.
 
     keys, values: [kv_heads, slots, width], None until the layer's sizes were seen.
     seen:         how often the layer attended before it had pages; a decoder layer does so once.
@@ -83,11 +89,11 @@ class LayerPages:
         self.keys, self.values = (like.new_zeros(self.kv_heads, slots, width) for width in self.widths)
 
     def release(self) -> None:
-        """Give the room back until it is bound anew; nothing may attend meanwhile."""
+        """Free the memory until the next `bind`; attention must not run meanwhile."""
         self.keys = self.values = None
 
     def resize(self, slots: int) -> None:
-        """Make room for `slots` tokens instead; what lies below both ends stays. Only this layer is there twice."""
+        """Resize to `slots` tokens, keeping the common slots; only this layer exists twice meanwhile."""
         self.keys = _resized(self.keys, slots)
         self.values = _resized(self.values, slots)
 
@@ -109,8 +115,8 @@ def _resized(memory: Tensor | None, slots: int) -> Tensor | None:
     return made
 
 
-def seat_all(model: torch.nn.Module, form: AttentionForm) -> list[LayerPages]:
-    """Put a LayerPages on every module of `model`; those that attend will have been `seen` after one forward."""
+def attach_pages(model: torch.nn.Module, form: AttentionForm) -> list[LayerPages]:
+    """Attach a LayerPages to every module of `model`; one forward marks those that attend as `seen`."""
     seats = []
     for module in model.modules():
         layer = LayerPages(form)
@@ -119,8 +125,8 @@ def seat_all(model: torch.nn.Module, form: AttentionForm) -> list[LayerPages]:
     return seats
 
 
-def unseat_others(model: torch.nn.Module, layers: Sequence[LayerPages]) -> None:
-    """Take the LayerPages from every module whose own is not among `layers`."""
+def detach_others(model: torch.nn.Module, layers: Sequence[LayerPages]) -> None:
+    """Detach the LayerPages of every module except those among `layers`."""
     kept = {id(layer) for layer in layers}
     for module in model.modules():
         if id(module.weftline_pages) not in kept:
@@ -128,7 +134,7 @@ def unseat_others(model: torch.nn.Module, layers: Sequence[LayerPages]) -> None:
 
 
 def register() -> None:
-    """Tell transformers about `paged_attention`; done at load, since importing must not touch transformers."""
+    """Register `paged_attention` with transformers; at load, since importing must not load transformers."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, paged_attention)
@@ -145,7 +151,7 @@ def paged_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Write the round's keys and values to the layer's pages and attend; returns [1, rows, heads, value width]."""
+    """Write keys and values to the layer's pages and attend; return [1, rows, heads, value width]."""
     layer: LayerPages = module.weftline_pages  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     width, width_out = key.shape[3], value.shape[3]
@@ -165,7 +171,7 @@ def _widened(part: Tensor, width: int) -> Tensor:
 
 
 def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """ModelError when a layer attends in a way that no form has."""
+    """Raise ModelError for an unsupported kind of attention."""
     refused = [name for name in _REFUSED if options.get(name) is not None]
     if refused:
         raise ModelError(f"its attention uses {', '.join(refused)}, which the paged form does not have")
@@ -173,3 +179,54 @@ def _refuse(module: torch.nn.Module, attention_mask: Tensor | None, options: dic
         raise ModelError("its tokens attend to those after them; only decoders have pages")
     if attention_mask is not None:
         raise ModelError("it makes attention masks of its own, which the paged form does not have")
+
+
+LAYERS_KNOWN = ("full_attention", "sliding_attention")
+FIX = "\n    fix: use a plain decoder such as Llama, Qwen3 or Mistral"
+"""End of every message about a model that cannot be paged."""
+_MIXED_SHARE, _MIXED_SHARE_ROUGH = 1e-4, 0.02
+"""Largest relative change of a token's logits when an earlier token changes: in float32, and in fewer bits."""
+
+
+def check_kind(config: Any, shown: str) -> None:
+    """Raise ModelError when the config shows that the model `shown` is not a decoder."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model {shown}: {config.model_type} has an encoder; only decoders have pages{FIX}")
+
+
+def find_layers(
+    model: Any, form: AttentionForm, forward: Callable[[list[int], list[int], list[int]], Tensor]
+) -> list[LayerPages]:
+    """Return the LayerPages of a model's attention layers, in order; ModelError if it cannot be paged.
+
+    forward: computes tokens at places as one row, and returns the logits [kept, vocabulary] of those to keep.
+    """
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYERS_KNOWN))
+    if unknown:
+        raise ModelError(f"{name} has layers of kind {', '.join(unknown)}; expected {' or '.join(LAYERS_KNOWN)}{FIX}")
+    seats = attention.attach_pages(model, form)
+    try:
+        found = forward([0, 1], [0, 1], [1])
+        layers = [layer for layer in seats if layer.seen]
+        _check_count(name, layers, config.num_hidden_layers)
+        other = forward([2, 1], [0, 1], [1])
+    except ModelError as error:
+        raise ModelError(f"{name} cannot be paged: {error}") from None
+    except Exception as error:
+        raise ModelError(f"{name} cannot be paged: {first_line(error):.300}") from error
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name} cannot be paged: its forward does not accept position_ids{FIX}")
+    allowed = (_MIXED_SHARE if model.dtype.itemsize >= 4 else _MIXED_SHARE_ROUGH) * float(found.abs().max())
+    if float((found - other).abs().max()) > allowed:
+        raise ModelError(f"{name} cannot be paged: its tokens see each other beside attention{FIX}")
+    attention.detach_others(model, layers)
+    return layers
+
+
+def _check_count(name: str, layers: list[LayerPages], expected: int) -> None:
+    if len(layers) != expected or any(layer.seen != 1 for layer in layers):
+        raise ModelError(
+            f"{len(layers)} of its {expected} layers attend through transformers' attention interface; "
+            f"all must, once{FIX}"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weftline.engine.llm.update import TokenUpdate
+from weftline.engine.llm.request import TokenUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def figures(counters: TokenCounters, stats: EngineStats) -> dict[str, float]:
         "preemptions_total": stats.preemptions,
         "prefix_asked_tokens_total": stats.prefix_asked_tokens,
         "prefix_hit_tokens_total": stats.prefix_hit_tokens,
-        "guessed_tokens_total": stats.drafted,
-        "right_tokens_total": stats.accepted,
+        "draft_tokens_total": stats.drafted,
+        "accepted_tokens_total": stats.accepted,
         "prompt_tokens_total": counters.prompt_tokens,
         "completion_tokens_total": counters.completion_tokens,
         "finished_stop_total": counters.stopped,

@@ -20,17 +20,22 @@ from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.counters import EngineStats
 from weftline.engine.llm.executor import ChunkResult, RoundExecutor, RoundInFlight
 from weftline.engine.llm.kv_cache import PageCounts, PrefixCache
-from weftline.engine.llm.kv_events import KvEvents
 from weftline.engine.llm.output import SequenceOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.prefill_pace import BalancedPace, Pace, RoundTimer, StretchedPace
-from weftline.engine.llm.request import DEFAULT_OPTIONS, LlmRequest, LlmRequestOptions, check_params, to_sequences
+from weftline.engine.llm.request import (
+    DEFAULT_OPTIONS,
+    LlmRequest,
+    LlmRequestOptions,
+    TokenUpdate,
+    check_params,
+    to_sequences,
+)
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import Round, RoundLimits, Schedule, ScheduledChunk
 from weftline.engine.llm.sequence import LIVE, Sequence
 from weftline.engine.llm.speculation import Speculation
 from weftline.engine.llm.tokens import Tokens
-from weftline.engine.llm.update import TokenUpdate
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, WeftlineError
 from weftline.nodes.out_of_memory import BatchSizeLimit
 
@@ -228,10 +233,6 @@ class Engine:
     def recorded(self) -> bool:
         """Return whether no graph is left for `record`."""
         return self.runner.asleep or all(one.graphs is None or one.graphs.complete for one in self._runners)
-
-    def kv_events(self, after: int = 0, most: int = 1000) -> KvEvents:
-        """Return the events of cached pages after event number `after`."""
-        return self._cache.log.pull(after, most)
 
     def stats(self) -> EngineStats:
         pages = PageCounts(0, 0, 0) if self.runner.asleep else self._schedule.pool.counts()

@@ -15,10 +15,10 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.constraints import Constraints
+from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.schedule import Round, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken, TokenUpdate
 from weftline.errors import LimitReached, StepError, WeftlineError
 from weftline.nodes.out_of_memory import BatchSizeLimit, is_out_of_memory
 

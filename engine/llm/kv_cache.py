@@ -36,7 +36,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weftline.engine.llm.kv_events import KvLog
 from weftline.engine.llm.retention import USUAL, IdlePages, Worth, worth
 
 if TYPE_CHECKING:
@@ -283,7 +282,6 @@ class PrefixCache:
         self.enabled = enabled
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
-        self.log = KvLog()
         self._asked = 0
         self._hit = 0
 
@@ -322,8 +320,6 @@ class PrefixCache:
                 self._pages[key] = page
                 self._keys[page] = key
                 self.pool.keep(page, worth(sequence.retention, start, start + size, self.pool.now_ms))
-                before_it = sequence.hashes[index - 1] if index else None
-                self.log.stored(key, before_it, sequence.tokens[start : start + size], sequence.adapter)
 
     def counts(self) -> PrefixCounts:
         return PrefixCounts(self._asked, self._hit)
@@ -331,8 +327,6 @@ class PrefixCache:
     def clear(self) -> None:
         """Evict every page that no sequence holds."""
         self.pool.evict_idle()
-        if not self._pages:
-            self.log.cleared()
 
     def _key(self, sequence: Sequence, index: int) -> bytes:
         while len(sequence.hashes) <= index:
@@ -345,6 +339,4 @@ class PrefixCache:
         return sequence.hashes[index]
 
     def _on_evicted(self, page: int) -> None:
-        key = self._keys.pop(page)
-        del self._pages[key]
-        self.log.removed(key)
+        del self._pages[self._keys.pop(page)]

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from weftline.engine.llm import attention
-from weftline.engine.llm.compatibility import FIX, check_kind
+from weftline.engine.llm.attention import FIX, check_kind
 from weftline.engine.llm.fusion.fuse import FusionReport, find_stack, fuse
-from weftline.engine.llm.quantised import Quantiser, plan_weights
-from weftline.engine.llm.quantised_checkpoint import find_method
-from weftline.errors import ModelError
-from weftline.nodes.hugging_face import check_weights, first_line, hub_fix
+from weftline.engine.llm.quantised import Quantiser, find_method, plan_weights
+from weftline.errors import ModelError, first_line
+from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
 
 _BY_LAYER = (None, "fp8")
 """Kinds of checkpoint that can be read layer by layer: plain ones, and those that are unpacked tensor by tensor."""
@@ -213,7 +212,7 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its many parts raise
-        reason = first_line(error, source, shown)
+        reason = reason_without_path(error, source, shown)
         fix = "" if Path(source).is_dir() else hub_fix(str(source))
         raise ModelError(f"model {shown}: its config cannot be read: {reason}{fix}") from None
     check_kind(config, shown)
@@ -239,7 +238,7 @@ def load_model(
                     output_loading_info=True,
                 )
     except Exception as error:
-        reason = first_line(error, source, shown)
+        reason = reason_without_path(error, source, shown)
         if attention.NAME in reason:
             raise ModelError(f"model {shown}: its attention cannot be replaced by the paged one{FIX}") from None
         raise ModelError(f"model {shown}: its weights cannot be loaded: {reason}") from None
@@ -358,7 +357,7 @@ def _check_folder(source: str | Path, shown: str) -> None:
     try:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, UnicodeError) as error:
-        raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error)}") from None
+        raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error):.300}") from None
 
 
 def _dtype(options: RunnerOptions, config: Any) -> Any:

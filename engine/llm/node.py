@@ -16,9 +16,8 @@ from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
-from weftline.engine.llm.update import TokenUpdate
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,

@@ -21,7 +21,7 @@ DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
 LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
 """Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
-_WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "guesses_max", "ranks")
+_WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "draft_tokens_max", "ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LlmConfig:
     """Speculative decoding: none, ngram (earlier text) or draft (a smaller model). Answers do not change."""
     draft_model: str = ""
     """Smaller model for `speculation: draft`, with the same vocabulary."""
-    guesses_max: int = 5
+    draft_tokens_max: int = 5
     """Most draft tokens per round."""
     adapters: dict[str, str] = field(default_factory=dict)
     """LoRA adapters, {name: folder}; a request's `adapter` input names one of them."""

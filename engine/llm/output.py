@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weftline.engine.llm.detokenizer import TextStream
+from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken, TokenUpdate
 
 _EMPTY = TokenUpdate(-1)
 
@@ -119,8 +119,8 @@ class RequestOutput:
             "finish_reason": first.latest.finish,
         }
         if any(answer.latest.drafted_tokens for answer in self._answers):
-            usage["guessed_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
-            usage["right_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)
+            usage["draft_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
+            usage["accepted_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)
         answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
         if self._prompt:
             answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]

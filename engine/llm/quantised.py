@@ -1,4 +1,4 @@
-"""Weight quantisation at load: choice of method and conversion.
+"""Weight quantisation at load, and pre-quantised checkpoints: choice of method and conversion.
 
     plan = plan_weights("int8", "auto", "cpu", config, "models/shapes-chat")
     model = AutoModelForCausalLM.from_pretrained(..., config=config, dtype=plan.dtype or ...)
@@ -19,12 +19,16 @@ Embeddings, the output layer, norms and routers of experts stay as they are.
 fp8's inputs are scaled and rounded by one Triton kernel where it can be used, and by torchao otherwise. int8 saves
 memory and no time: torchao converts the whole weight to the model's dtype before each product, so that a product reads
 it as int8, writes it, and reads it again.
+
+A pre-quantised checkpoint has a `quantization_config`; transformers and the package of its format load it. A format
+whose package would download code, or that cannot run on the device, is loaded as plain weights where transformers can
+do that, and otherwise refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weftline.engine.llm.quantised_checkpoint import METHODS, check_method, find_method, is_fp8, set_options
 from weftline.errors import MissingPackage, ModelError
 
 FORMS = ("fp8", "int8", "int4")
@@ -174,7 +177,7 @@ def quantise_linear(linear: nn.Linear, form: str, device: str) -> None:
 
 def _scaled_product(linear: nn.Linear, given: Tensor) -> Tensor:
     """Return what torchao's layer does, from the same weight, with one kernel before the product."""
-    from weftline.engine.llm.kernels.quantise_rows import quantise_rows
+    from weftline.engine.llm.kernels.float8 import quantise_rows
 
     weight: Any = linear.weight
     rows, scales = quantise_rows(given.reshape(-1, given.shape[-1]))
@@ -254,3 +257,74 @@ def _torchao() -> Any:
 def _capability(device: str) -> tuple[int, int] | None:
     """Return a GPU's compute capability, None for a CPU."""
     return None if torch.device(device).type == "cpu" else torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One kind of quantised checkpoint.
+
+    packages:   what must be installed, as (module, what to install).
+    needs_gpu:  it has no form for CPUs.
+    unpacked:   it is loaded into plain weights, which can be quantised anew; else they stay as they are.
+    """
+
+    packages: tuple[tuple[str, str], ...]
+    needs_gpu: bool = False
+    unpacked: bool = False
+
+
+METHODS: Mapping[str, Method] = {
+    # transformers would fetch this one's matrix products from a hub, as code
+    "fp8": Method((("accelerate", "accelerate"),), unpacked=True),
+    "compressed-tensors": Method((("compressed_tensors", "compressed-tensors>=0.15"),), unpacked=True),
+    "torchao": Method((("torchao", "weftline[quantised]"),)),
+    "gptq": Method((("gptqmodel", "gptqmodel"), ("optimum", "optimum")), needs_gpu=True),
+    "awq": Method((("gptqmodel", "gptqmodel"), ("accelerate", "accelerate")), needs_gpu=True),
+}
+
+
+def find_method(config: Any, shown: str) -> str | None:
+    """Return the name of the method in METHODS by which a checkpoint is quantised, None for plain weights.
+
+    `config` is transformers' config; `shown` the model's name in errors. ModelError for a method that is not known.
+    """
+    settings = _settings(config)
+    if not settings:
+        return None
+    method = str(settings.get("quant_method", "")).rpartition(".")[2].lower().replace("_", "-")
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ModelError(f"model {shown}: its weights are quantised by {method!r:.40}, expected one of: {known}")
+    return method
+
+
+def check_method(method: str, shown: str, on_cpu: bool) -> None:
+    """Raise ModelError unless a checkpoint of that method can be loaded here."""
+    if METHODS[method].needs_gpu and on_cpu:
+        raise ModelError(f"model {shown}: its weights are quantised by {method}, which needs a GPU; found cpu")
+    missing = [install for module, install in METHODS[method].packages if find_spec(module) is None]
+    if missing:
+        names = " ".join(f"'{name}'" for name in missing)
+        raise ModelError(
+            f"model {shown}: its weights are quantised by {method}, whose packages are not installed\n"
+            f"    fix: pip install {names}"
+        )
+
+
+def is_fp8(config: Any) -> bool:
+    """Return whether all weights of a checkpoint of compressed-tensors are 8-bit floating point."""
+    groups = (_settings(config).get("config_groups") or {}).values()
+    weights = [(group.get("weights") or {}) if isinstance(group, Mapping) else {} for group in groups]
+    return bool(weights) and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights)
+
+
+def set_options(config: Any, **settings: bool) -> None:
+    """Add `settings` to the quantisation config of a checkpoint."""
+    config.quantization_config = {**_settings(config), **settings}
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return {}
+    return dict(found if isinstance(found, Mapping) else found.to_dict())

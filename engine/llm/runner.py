@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.attention import AttentionForm, Span
-from weftline.engine.llm.compatibility import find_layers
+from weftline.engine.llm.attention import AttentionForm, Span, find_layers
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw

@@ -164,10 +164,6 @@ class Schedule:
                 group.remove(sequence)
         self.pool.drop(sequence.table)
 
-    def expired(self, now_ms: float) -> list[Sequence]:
-        """Return the sequences whose deadline has passed."""
-        return [sequence for group in (self._running, self._waiting) for sequence in group if sequence.expired(now_ms)]
-
     def resize(self, pages: int) -> tuple[int, list[Sequence]]:
         """Resize the pool to `pages`, or to what its sequences may need; return its size and the preempted sequences.
 

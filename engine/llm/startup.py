@@ -105,6 +105,6 @@ def _speculation(config: LlmConfig, draft: Runner | None, limits: RoundLimits) -
     if config.speculation == "none":
         return None
     if draft is None:
-        return Speculation(NgramProposer(), config.guesses_max)
-    guesser = DraftModelProposer(draft, Sampler(draft.ends, draft.vocabulary), limits.tokens_max)
-    return Speculation(guesser, config.guesses_max)
+        return Speculation(NgramProposer(), config.draft_tokens_max)
+    proposer = DraftModelProposer(draft, Sampler(draft.ends, draft.vocabulary), limits.tokens_max)
+    return Speculation(proposer, config.draft_tokens_max)

@@ -10,6 +10,9 @@ character before the template is rendered, and the rendered text is encoded in p
     encoded    [<|im_start|>, user, ignore, this] + [<, |, im, _, end, |, >] + [and, <|im_end|>]
 
 Out of tokens: see `weftline.engine.llm.detokenizer`.
+
+Messages follow OpenAI's chat completions: a role and content, and optionally `tool_calls`, `tool_call_id`, `name` and
+`reasoning_content`. Of tools only size and JSON types are checked; their schema depends on the model.
 """
 
 from __future__ import annotations
@@ -21,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
-from weftline.engine.llm.messages import check_messages, check_tools, mapped
-from weftline.errors import InputError, ModelError
-from weftline.nodes.hugging_face import first_line
+from weftline.errors import InputError, ModelError, first_line
+from weftline.nodes.hugging_face import reason_without_path
 
 CHARS_PER_TOKEN_MAX = 64
 """Characters per token above which a text cannot fit the context; such texts are refused before encoding."""
@@ -65,7 +67,7 @@ class Tokens:
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds of errors
-            reason = first_line(error, source, shown)
+            reason = reason_without_path(error, source, shown)
             raise ModelError(f"model {shown}: its tokenizer cannot be loaded: {reason}") from None
         if not hasattr(tokenizer, "added_tokens_decoder"):
             raise ModelError(f"model {shown}: its tokenizer is of an unknown kind, {type(tokenizer).__name__}")
@@ -99,7 +101,7 @@ class Tokens:
                 conversation["turns"], tools=conversation["tools"], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise on conversations they do not support
-            raise InputError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
+            raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
         return self._encode(text, marks, specials=False)
 
     def raw(self, text: str) -> list[int]:
@@ -213,3 +215,80 @@ class Tokens:
                 raise InputError(f"prompt: contains the control token {name!r:.40}, which cannot be written as text")
             self._spelled[name] = ids
         return self._spelled[name]
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGES_MAX = 1024
+"""Most messages of one conversation."""
+TOOLS_MAX = 128
+"""Most tools offered to the model."""
+DEPTH_MAX = 32
+"""Deepest nesting of a tool call or a tool's schema."""
+VALUES_MAX = 100_000
+"""Most single values in a conversation and its tools together."""
+_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Return a conversation with contents as plain texts; InputError says which message is wrong, and how."""
+    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
+        found = f"a list of {len(messages)}" if isinstance(messages, list) else type(messages).__name__
+        raise InputError(f"messages: found {found}, expected a list of 1 to {MESSAGES_MAX} messages")
+    return [_check_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+
+
+def check_tools(tools: object) -> list[dict[str, Any]]:
+    """Return the tools offered to the model; InputError unless they are a list of objects."""
+    if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(one, Mapping) for one in tools):
+        raise InputError(f"tools: expected a list of at most {TOOLS_MAX} objects")
+    return [dict(one) for one in tools]
+
+
+def mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return JSON-like `value` with every text in it, keys included, changed; InputError when it is too deep or big."""
+    left = VALUES_MAX
+
+    def visit(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if depth > DEPTH_MAX or left < 0:
+            what = f"nested deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else f"more than {VALUES_MAX} values"
+            raise InputError(f"messages: {what}")
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {change(str(key)): visit(one, depth + 1) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [visit(one, depth + 1) for one in value]
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        raise InputError(f"messages: found a {type(value).__name__}, expected JSON")
+
+    return visit(value, 0)
+
+
+def _check_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or "role" not in message or not set(message) <= _KEYS:
+        known = ", ".join(sorted(_KEYS))
+        raise InputError(f"{where}: expected an object with role and content; known keys: {known}")
+    if message["role"] not in ROLES:
+        raise InputError(f"{where}.role: found {message['role']!r:.40}, expected {', '.join(ROLES)}")
+    checked = {key: value for key, value in message.items() if value is not None}
+    checked["content"] = _content(f"{where}.content", message.get("content"), "tool_calls" in checked)
+    return checked
+
+
+def _content(where: str, content: object, optional: bool) -> str:
+    """Return content as one text: it may come as a list of text parts, or be absent beside tool calls."""
+    if content is None and optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        for place, part in enumerate(content):
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InputError(
+                    f"{where}[{place}]: expected {{type: text, text: ...}}; pictures are steps of their own"
+                )
+        return "".join(part["text"] for part in content)
+    raise InputError(f"{where}: found {type(content).__name__}, expected text")

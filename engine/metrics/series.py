@@ -208,9 +208,9 @@ LLM_GENERATED = _counter("vllm:generation_tokens_total", "model_name engine", "t
 LLM_SUCCESS = _counter("vllm:request_success_total", "model_name engine finished_reason", "answers",
     "ended sequences; `finished_reason` is `stop`, `length`, `abort` or `error`")  # fmt: skip
 LLM_DRAFTED = _counter("vllm:spec_decode_num_draft_tokens_total", "model_name engine", "tokens",
-    "tokens guessed by speculation")  # fmt: skip
+    "draft tokens proposed by speculation")  # fmt: skip
 LLM_ACCEPTED = _counter("vllm:spec_decode_num_accepted_tokens_total", "model_name engine", "tokens",
-    "those of them that were right")  # fmt: skip
+    "draft tokens that were accepted")  # fmt: skip
 
 LLM_FIRST_TOKEN = _histogram("vllm:time_to_first_token_seconds", "model_name", "seconds",
     "from a request's arrival to its first piece; of streamed answers", FIRST_TOKEN_SECONDS)  # fmt: skip

@@ -36,8 +36,8 @@ _LLM: Mapping[str, Series] = {
     "preemptions_total": series.LLM_PREEMPTIONS,
     "prefix_asked_tokens_total": series.LLM_PREFIX_QUERIES,
     "prefix_hit_tokens_total": series.LLM_PREFIX_HITS,
-    "guessed_tokens_total": series.LLM_DRAFTED,
-    "right_tokens_total": series.LLM_ACCEPTED,
+    "draft_tokens_total": series.LLM_DRAFTED,
+    "accepted_tokens_total": series.LLM_ACCEPTED,
     "prompt_tokens_total": series.LLM_PROMPT,
     "completion_tokens_total": series.LLM_GENERATED,
 }

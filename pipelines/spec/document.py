@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from weftline.errors import PipelineError, Problem
+from weftline.errors import PipelineError, Problem, first_line
 
 LITERAL_KEYS = frozenset({"about", "prompt", "template", "when"})
 """Keys below which nothing is expanded: documentation, texts for models, and expressions."""
@@ -303,8 +303,7 @@ def read_document(text: str, file: str, environment: Mapping[str, str] | None = 
     except yaml.MarkedYAMLError as error:
         raise PipelineError([*reader.problems, _syntax(error, file)]) from None
     except (yaml.YAMLError, UnicodeError) as error:
-        found = str(error).splitlines()[0][:120]
-        raise PipelineError([*reader.problems, Problem("", f"not YAML: {found}", file=file)]) from None
+        raise PipelineError([*reader.problems, Problem("", f"not YAML: {first_line(error):.120}", file=file)]) from None
     secrets = reader.variables.secrets if reader.variables is not None else {}
     return Document(reader.root, reader.lines, tuple(reader.problems), frozenset(reader.unread), secrets)
 

@@ -31,6 +31,7 @@ from weftline.nodes.classify import Classify, ClassifyConfig, open_classifier
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
+from weftline.nodes.hugging_face import load_tokenizer
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.render.text import explain_text
@@ -626,3 +627,13 @@ def test_a_name_that_is_nowhere_says_what_could_be_named(tmp_path: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="fix: name the model's folder"):
         classify(tmp_path, "no-such-model-anywhere")
+
+
+def test_a_tokenizer_error_without_text_is_named_by_its_class(tmp_path, monkeypatch):
+    def refuse(path):
+        raise Exception("\n")
+
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("tokenizers.Tokenizer", type("Refusing", (), {"from_file": staticmethod(refuse)}))
+    with pytest.raises(ModelError, match=r"models/m/tokenizer\.json is corrupt: Exception$"):
+        load_tokenizer(tmp_path, "models/m")

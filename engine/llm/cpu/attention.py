@@ -2,7 +2,7 @@
 
 Rows of two kinds, each done in the way that is quickest for it:
 
-    single rows   decoding, and the few rows of a checked guess: all of them in one compiled call (`paged_rows`), which
+    single rows   decoding, and the few rows of verified draft tokens: all in one compiled call (`attend_rows`), which
                   reads keys where they lie. Without numba, or for other numbers than float32, one call of torch each.
     prompts       one sequence at a time, with torch's own attention. What was there before the chunk and the chunk
                   itself are attended apart and put together by their log-sum-exp, so that no mask is needed: a mask of
@@ -37,7 +37,7 @@ TILE_BYTES = 32 << 20
 @cache
 def _rows_kernel() -> Callable[..., None] | None:
     try:
-        from weftline.engine.llm.cpu.rows import attend_rows
+        from weftline.engine.llm.cpu.kernels import attend_rows
     except ImportError:  # numba is not there: slower, the same numbers
         return None
     return attend_rows

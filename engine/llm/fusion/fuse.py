@@ -1,31 +1,31 @@
 """Fusion pass over a loaded decoder.
 
-`fuse` goes through a transformers model, one layer at a time, and replaces what it recognises:
+`fuse` processes a transformers model one layer at a time and replaces these patterns:
 
-    norm       an RMS norm in few operations
-    qkv        three linear layers with one input merged into one (`fuse_linear`)
-    gate_up    the MLP's two as well
-    attention  projections, norms of heads, rotary embedding and paged attention in a row
-    mlp        merged product, activation times the other half, projection
-    layer      all of it, with each residual added together with the norm that follows
-    model      the stack of layers, without masks; rotary embeddings looked up
+    norm       RMS norm in one fused operation
+    qkv        the three projections merged into one linear layer (`fusion.linear`)
+    gate_up    the MLP's gate and up projections merged
+    attention  projections, head norms, rotary embedding and paged attention
+    mlp        merged projection, gated activation, down projection
+    layer      the whole layer, each residual addition fused with the norm that follows
+    model      the stack of layers, without masks, with a rotary embedding table
 
-The model's classes stay transformers' own; what is replaced is a `forward`, or a linear layer by a part of a merged
-one. Every replacement is called with what the original was called with in a small pass, and compared with what it gave
-(`fuse_probe`); one that disagrees is taken back. What does not match runs as it is, and the report says why.
+The model keeps transformers' classes. A replacement is a new `forward`, or a slice of a merged linear layer. A small
+probe pass records the calls of the original modules; each replacement is called with the same arguments, and its result
+is compared (`fusion.probe`). A replacement that disagrees is undone. A module that does not match runs unfused, and the
+report has the reason.
 
-The layers are fused one at a time, in that pass: each when it has been called, before the next one is. So the weights
-of a layer need not be there before its turn (`ready`), and may be changed after it (`done`).
+Layers are fused during the probe pass: each after its call, before the next layer's call. The weights of a layer may
+therefore be loaded just before (`ready`) and changed just after (`done`).
 
-The stack is compared with the model's own code over the fused layers, in a second pass. Each layer has been compared
-with the original by then, and what is left are the stack's own doings: which layers, in which order, at which places,
-and the sums between them. They are computed by the same operations in the same rounding order either way, so that the
-difference does not grow with the depth. Compared with the original layers it would: roundings that differ by half a
-unit in each of n layers come to about sqrt(n) units, and to more where layers amplify. With the 8 bits of bfloat16 and
-32 layers that is as large as a mistake.
+The fused stack is compared with the model's own forward over the fused layers, in a second pass. Each layer has been
+compared with the original before, so this checks the order of layers, positions and residual sums. Both sides use the
+same operations in the same rounding order, so the difference does not grow with depth. Against the original layers it
+would: rounding differences of half a unit in each of n layers add up to about sqrt(n) units, which for 32 layers in
+bfloat16 (8 bits) is as large as a real error.
 
-Weights that already are quantised are left alone; quantise after fusing. A fused model cannot be copied by `deepcopy`:
-its new forwards belong to its modules.
+Quantised weights are not fused; quantise after fusing. A fused model cannot be copied by `deepcopy`, because its new
+forwards refer to its modules.
 """
 
 from __future__ import annotations
@@ -43,18 +43,25 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion import match as fuse_match
-from weftline.engine.llm.fusion import norm as fuse_norm
-from weftline.engine.llm.fusion.probe import Call, Facts, ProbeForm, ask, differs, seated, watch
+from weftline.engine.llm.fusion.probe import (
+    AttentionFacts,
+    Call,
+    ProbeForm,
+    mismatch,
+    probe_inputs,
+    probing,
+    record_calls,
+)
 from weftline.engine.llm.fusion.rows import NormForm
-from weftline.nodes.hugging_face import first_line
+from weftline.errors import first_line
 
 GROUPS = (("qkv", ("q_proj", "k_proj", "v_proj"), "qkv_proj"), ("gate_up", ("gate_proj", "up_proj"), "gate_up_proj"))
-"""Pattern, the linear layers that are merged, and the name of the merged one."""
+"""(pattern, names of the linear layers to merge, name of the merged layer)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """A module that runs unfused: its path in the model, the pattern that did not fit, and why."""
+class Unfused:
+    """A module that runs unfused: path in the model, the pattern that did not match, and the reason."""
 
     path: str
     pattern: str
@@ -65,11 +72,11 @@ class Left:
 class FusionReport:
     """Result of fusing a model.
 
-    counts: how often each pattern was fused.   left: what looked like a pattern and runs as it was.
+    counts: number of fused modules by pattern.   left: modules that resembled a pattern and run unfused.
     """
 
     counts: dict[str, int]
-    left: tuple[Left, ...]
+    left: tuple[Unfused, ...]
 
     def __str__(self) -> str:
         done = ", ".join(f"{count} {pattern}" for pattern, count in self.counts.items()) or "nothing"
@@ -79,23 +86,23 @@ class FusionReport:
 
 @dataclass(slots=True)
 class _Work:
-    """A model being fused."""
+    """State of one fusion pass."""
 
     model: Any
     form: ProbeForm
     norms: dict[nn.Module, NormForm] = field(default_factory=dict)
     steps: list[fuse_layer.Step] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    left: list[Left] = field(default_factory=list)
+    left: list[Unfused] = field(default_factory=list)
 
     def leave(self, module: nn.Module, pattern: str, reason: str) -> None:
         path = next((path for path, found in self.model.named_modules() if found is module), "")
-        self.left.append(Left(path, pattern, reason))
+        self.left.append(Unfused(path, pattern, reason))
 
     def try_forward(self, module: Any, pattern: str, forward: Any, call: Call) -> bool:
-        """Give `module` a new forward; keep it if it agrees with `call`."""
+        """Replace the forward of `module`; undo it unless the result agrees with `call`."""
         module.forward = forward
-        reason = differs(module, call)
+        reason = mismatch(module, call)
         if reason is None:
             self.counts[pattern] += 1
             return True
@@ -110,14 +117,13 @@ def _nothing(layer: nn.Module) -> None:
 
 @torch.inference_mode()
 def fuse(model: Any, ready: Callable[[Any], None] = _nothing, done: Callable[[Any], None] = _nothing) -> FusionReport:
-    """Fuse what can be fused in a loaded decoder, in place; it is in eval mode and wants no gradients afterwards.
+    """Fuse a loaded decoder in place; afterwards it is in eval mode without gradients.
 
-    A model whose attention is not `weftline_paged` gets merged linears, norms and MLPs only. Calling it again finds
-    nothing more to do.
+    Without `weftline_paged` attention only linears, norms and MLPs are fused. A second call changes nothing.
 
-    ready: called with each decoder layer before anything of it is used, to bring its weights.
-    done:  called with each decoder layer after it was fused, to quantise it. Both are called in the layers' order; what
-           they raise is raised.
+    ready: called with each decoder layer before its first use, to load its weights.
+    done:  called with each decoder layer after its fusion, to quantise it.
+    Both are called in layer order; their exceptions propagate.
     """
     model.eval().requires_grad_(False)
     work = _Work(model, ProbeForm())
@@ -125,19 +131,19 @@ def fuse(model: Any, ready: Callable[[Any], None] = _nothing, done: Callable[[An
     if base is None:
         work.leave(model, "layer", "no list of decoder layers was found")
         return FusionReport({}, tuple(work.left))
-    turns = _Turns(work, ready, done)
-    with seated(model, work.form):
+    layer_fusion = _LayerFusion(work, ready, done)
+    with probing(model, work.form):
         norm = base._modules.get("norm")
         failed = None
-        with turns.hooked(layers):
+        with layer_fusion.hooked(layers):
             try:
-                calls = watch([norm or base], lambda: model(**ask(model)))
+                calls = record_calls([norm or base], lambda: model(**probe_inputs(model)))
             except Exception as error:  # a model can fail in any way
-                if turns.raised is not None:
-                    raise turns.raised from None
-                failed = f"the probe failed: {type(error).__name__}: {first_line(error)}"
+                if layer_fusion.raised is not None:
+                    raise layer_fusion.raised from None
+                failed = f"the probe failed: {type(error).__name__}: {first_line(error):.300}"
         for layer in layers:
-            if layer not in turns.taken:
+            if layer not in layer_fusion.taken:
                 ready(layer)
                 done(layer)
                 if failed is None:
@@ -159,11 +165,11 @@ def find_stack(model: Any) -> tuple[Any, list[Any]]:
     return None, []
 
 
-class _Turns:
-    """Takes each layer when the probe comes to it: brings it, lets it run, fuses it, hands it on.
+class _LayerFusion:
+    """Forward hooks that load, fuse and finish each layer during the probe pass.
 
-    taken:  the layers that had their turn.
-    raised: what `ready` or `done` raised: no fault of the model's code.
+    taken:  layers that were processed.
+    raised: exception of `ready` or `done`, as opposed to one of the model's code.
     """
 
     def __init__(self, work: _Work, ready: Callable[[Any], None], done: Callable[[Any], None]) -> None:
@@ -172,11 +178,11 @@ class _Turns:
         self._work = work
         self._ready = ready
         self._done = done
-        self._brought: set[nn.Module] = set()
+        self._readied: set[nn.Module] = set()
 
     @contextmanager
     def hooked(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        """Have the layers take their turns in calls made meanwhile."""
+        """Install the hooks on `layers` for the duration of the context."""
         hooks = [layer.register_forward_pre_hook(self._before) for layer in layers]
         hooks += [layer.register_forward_hook(self._after, with_kwargs=True) for layer in layers]
         try:
@@ -186,13 +192,13 @@ class _Turns:
                 hook.remove()
 
     def _before(self, layer: nn.Module, args: Any) -> None:
-        if layer not in self._brought:
-            self._brought.add(layer)
+        if layer not in self._readied:
+            self._readied.add(layer)
             self._call(self._ready, layer)
 
     def _after(self, layer: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if layer in self.taken:
-            return  # it is called again, to be fused
+            return  # a repeated call, by the fusion itself
         self.taken.add(layer)
         _fuse_layer(self._work, layer, Call(args, kwargs, result))
         self._call(self._done, layer)
@@ -208,9 +214,9 @@ class _Turns:
 def _fuse_layer(work: _Work, layer: Any, call: Call) -> None:
     # linear layers are not held on to, so that each is freed as soon as it is merged
     inside = [module for module in layer.modules() if module is not layer and not isinstance(module, nn.Linear)]
-    calls = watch(inside, lambda: layer(*call.args, **call.kwargs))
+    calls = record_calls(inside, lambda: layer(*call.args, **call.kwargs))
     for module in inside:
-        if fuse_norm.is_candidate(module):
+        if fuse_match.is_candidate(module):
             _fuse_norm(work, module, calls.get(module))
     for module in inside:
         for pattern, names, merged in GROUPS:
@@ -224,7 +230,7 @@ def _fuse_layer(work: _Work, layer: Any, call: Call) -> None:
         work.leave(layer, "layer", reason)
         return
     # what is not fused itself can still be called by a fused layer, as it is
-    attend = attend or fuse_layer.attention_as_it_is(layer._modules["self_attn"])
+    attend = attend or fuse_layer.unfused_attention(layer._modules["self_attn"])
     step = fuse_layer.layer(
         fuse_match.NORM_SETS[_norm_names(layer)], layer, attend, feed or layer._modules["mlp"], norms
     )
@@ -234,7 +240,7 @@ def _fuse_layer(work: _Work, layer: Any, call: Call) -> None:
 
 def _fuse_norm(work: _Work, module: Any, call: Call | None) -> None:
     try:
-        form = "the probe did not reach it" if call is None else fuse_norm.recognise(module, call)
+        form = "the probe did not reach it" if call is None else fuse_match.recognise(module, call)
     except Exception as error:  # a kernel that does not compile here must not keep the model from running
         form = f"fused it fails: {type(error).__name__}"
     if isinstance(form, str):
@@ -242,16 +248,16 @@ def _fuse_norm(work: _Work, module: Any, call: Call | None) -> None:
         return
     work.norms[module] = form
     work.counts["norm"] += 1
-    fuse_norm.install(module, form)
+    fuse_match.install(module, form)
 
 
 def _merge(work: _Work, owner: Any, pattern: str, names: tuple[str, ...], merged: str, call: Call | None) -> None:
-    reason = "the probe did not reach it" if call is None else fuse_linear.unlike(owner, names)
+    reason = "the probe did not reach it" if call is None else fuse_linear.unmergeable(owner, names)
     if reason is None and _shared(work.model, [owner._modules[name] for name in names]):
         reason = "its weights are also used elsewhere"
     if reason is None and call is not None:
         fuse_linear.merge(owner, names, merged)
-        reason = differs(owner, call)
+        reason = mismatch(owner, call)
         if reason is None:
             work.counts[pattern] += 1
             return
@@ -268,8 +274,10 @@ def _shared(model: Any, linears: list[Any]) -> bool:
 def _fuse_attention(work: _Work, module: Any, norms: fuse_layer.Norms, calls: dict[Any, Call]) -> Any:
     if module is None or module not in calls:
         return None
-    facts: Facts | None = work.form.facts.get(id(module.__dict__["weftline_pages"]))
-    reason = fuse_match.beyond(module, fuse_match.ATTENTION) or fuse_match.strangers(module, fuse_match.ATTENTION)
+    facts: AttentionFacts | None = work.form.facts.get(id(module.__dict__["weftline_pages"]))
+    reason = fuse_match.unknown_names(module, fuse_match.ATTENTION) or fuse_match.unknown_children(
+        module, fuse_match.ATTENTION
+    )
     if reason is None and not {"qkv_proj", "o_proj"} <= set(module._modules):
         reason = "it has no merged qkv_proj and o_proj"
     if reason is None and facts is None:
@@ -285,7 +293,7 @@ def _fuse_attention(work: _Work, module: Any, norms: fuse_layer.Norms, calls: di
 def _fuse_mlp(work: _Work, module: Any, calls: dict[Any, Call]) -> Any:
     if module is None or module not in calls:
         return None
-    reason = fuse_match.beyond(module, fuse_match.MLP) or fuse_match.strangers(module, fuse_match.MLP)
+    reason = fuse_match.unknown_names(module, fuse_match.MLP) or fuse_match.unknown_children(module, fuse_match.MLP)
     if reason is None and not {"gate_up_proj", "down_proj"} <= set(module._modules):
         reason = "it has no merged gate_up_proj and down_proj"
     if reason is not None:
@@ -304,25 +312,25 @@ def _unlike_layer(layer: Any) -> str | None:
         return "it has no self_attn and mlp"
     if _norm_names(layer) not in fuse_match.NORM_SETS:
         return f"its norms are {', '.join(_norm_names(layer)) or 'none'}"
-    return fuse_match.beyond(layer, fuse_match.LAYER) or fuse_match.strangers(layer, fuse_match.LAYER)
+    return fuse_match.unknown_names(layer, fuse_match.LAYER) or fuse_match.unknown_children(layer, fuse_match.LAYER)
 
 
 def _fuse_stack(work: _Work, base: Any, layers: list[Any], normed: Call | None) -> None:
-    """Fuse the last norm, which was called as `normed` says, and, where every layer is fused, the stack itself."""
+    """Fuse the final norm (recorded call: `normed`) and, if every layer is fused, the stack."""
     norm = base._modules.get("norm")
-    if norm is not None and fuse_norm.is_candidate(norm):
+    if norm is not None and fuse_match.is_candidate(norm):
         _fuse_norm(work, norm, normed)
     children = frozenset({"embed_tokens", "layers", "norm", "rotary_emb"})
     reason = None if len(work.steps) == len(layers) else "not all of its layers are fused"
-    reason = reason or fuse_match.beyond(base, fuse_match.MODEL) or fuse_match.strangers(base, children)
+    reason = reason or fuse_match.unknown_names(base, fuse_match.MODEL) or fuse_match.unknown_children(base, children)
     if reason is None and not children <= set(base._modules):
         reason = f"it has no {', '.join(sorted(children - set(base._modules)))}"
     call = None
     if reason is None:
         try:  # by the model's own code, over the layers as they are now
-            call = watch([base], lambda: work.model(**ask(work.model))).get(base)
+            call = record_calls([base], lambda: work.model(**probe_inputs(work.model))).get(base)
         except Exception as error:
-            reason = f"the probe failed: {type(error).__name__}: {first_line(error)}"
+            reason = f"the probe failed: {type(error).__name__}: {first_line(error):.300}"
     if reason is not None or call is None:
         work.leave(base, "model", reason or "the probe did not reach it")
         return

@@ -1,11 +1,11 @@
 """Fused forward of a decoder's attention, MLP, layer and stack for packed rows.
 
-Each function here makes the lean form of one kind of module: attention, MLP, whole layer, whole stack of layers. The
-modules stay where they are with their weights and children; what changes is their `forward`. Linear layers are looked
-up by name at every call, so that an adapter or a quantised layer put in their place is used.
+Each function builds the fused forward of one kind of module: attention, MLP, layer, or stack of layers. Modules keep
+their weights and children; only `forward` changes. Linear layers are looked up by name at every call, so a LoRA or
+quantised layer that replaces one is used.
 
-transformers' arguments without a meaning here (caches, masks) are ignored: callers pack tokens into one row and attend
-over pages. A call that asks for more goes to the model's own forward.
+transformers' cache and mask arguments are ignored: tokens are packed into one row and attention reads KV pages. A call
+with unsupported arguments falls back to the model's own forward.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weftline.engine.llm.attention import paged_attention
-from weftline.engine.llm.fusion.probe import Facts
-from weftline.engine.llm.fusion.rows import NormForm, add_rms_norm, gated, rms_norm, turn
+from weftline.engine.llm.fusion.probe import AttentionFacts
+from weftline.engine.llm.fusion.rows import NormForm, add_rms_norm, gated, rms_norm, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden [1, rows, hidden], cos, sin [rows, turned width]) to [1, rows, hidden]."""
+"""(hidden [1, rows, hidden], cos, sin [rows, rotary width]) to [1, rows, hidden]."""
 Step = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(residual, what is to be added to it, cos, sin) to the next layer's first two; [1, rows, hidden] each."""
+"""(residual, delta or None, cos, sin) to the next layer's (residual, delta), [1, rows, hidden] each."""
 
 TABLE_BYTES = 32 << 20
-"""Most memory for rotary embeddings computed ahead; places beyond are computed each time."""
+"""Largest rotary embedding table; embeddings of later positions are computed per call."""
 _STEADY_ROPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings of a place that do not depend on the other places of a pass."""
+"""Rope types whose embedding of a position does not depend on the other positions of a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The forms of the norms that were recognised, by module."""
+    """Recognised RMS norms by module."""
 
     forms: Mapping[nn.Module, NormForm]
 
@@ -44,7 +44,7 @@ class Norms:
         return module if form is None else lambda values: rms_norm(values, form)
 
     def after_add(self, module: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Return (values, delta) to values + delta, in the memory of delta, and its norm."""
+        """Return a function of (values, delta): adds `values` to `delta` in place, returns the sum and its norm."""
         form = self.forms.get(module)
         if form is not None:
             return lambda values, delta: add_rms_norm(values, delta, form)
@@ -56,10 +56,10 @@ class Norms:
         return plain
 
 
-def attention(module: Any, facts: Facts, norms: Norms) -> Attend:
-    """Return the lean form of an attention module with `qkv_proj`, `o_proj` and perhaps `q_norm`, `k_norm`."""
+def attention(module: Any, facts: AttentionFacts, norms: Norms) -> Attend:
+    """Build the fused attention of a module with `qkv_proj`, `o_proj` and optional `q_norm`, `k_norm`."""
     heads, kv_heads, width = facts.heads, facts.kv_heads, facts.width
-    linear, turned = module._modules, heads + kv_heads
+    linear, rotated_heads = module._modules, heads + kv_heads
     q_norm, k_norm = linear.get("q_norm"), linear.get("k_norm")
     options: dict[str, Any] = {
         "scaling": facts.scale, "sliding_window": facts.window, "softcap": facts.softcap,
@@ -79,21 +79,21 @@ def attention(module: Any, facts: Facts, norms: Norms) -> Attend:
 
     def attend(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         layer = module.__dict__["weftline_pages"]
-        turning = getattr(layer.form, "attend_turning", None)
-        if turning is not None and layer.keys is not None:
+        fused = getattr(layer.form, "attend_rotary", None)
+        if fused is not None and layer.keys is not None:
             query, key, value = split(hidden)
             if first is not None and second is not None:
                 query, key = first(query), second(key)
-            out = turning(layer, query, key, value, cos, sin, facts.scale, facts.window, facts.softcap)[None]
+            out = fused(layer, query, key, value, cos, sin, facts.scale, facts.window, facts.softcap)[None]
         else:
             if first is not None and second is not None:
                 query, key, value = split(hidden)
-                query, key = turn(first(query), cos, sin), turn(second(key), cos, sin)
+                query, key = rotate(first(query), cos, sin), rotate(second(key), cos, sin)
             else:
                 flat = linear["qkv_proj"](hidden)[0]
-                every = flat.view(flat.shape[0], turned + kv_heads, width)
-                both = turn(every[:, :turned], cos, sin)
-                query, key, value = both[:, :heads], both[:, heads:], every[:, turned:]
+                every = flat.view(flat.shape[0], rotated_heads + kv_heads, width)
+                both = rotate(every[:, :rotated_heads], cos, sin)
+                query, key, value = both[:, :heads], both[:, heads:], every[:, rotated_heads:]
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
             out = paged_attention(module, query, key, value, None, **options)[0]
         projected: Tensor = linear["o_proj"](out.reshape(1, out.shape[1], heads * width))
@@ -103,7 +103,7 @@ def attention(module: Any, facts: Facts, norms: Norms) -> Attend:
 
 
 def attention_forward(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Return the forward of an attention module around its lean form."""
+    """Wrap fused attention in the signature of an attention module's forward."""
 
     def forward(hidden_states: Tensor, position_embeddings: Any = None, *_: Any, **__: Any) -> tuple[Tensor, None]:
         cos, sin = position_embeddings
@@ -112,8 +112,8 @@ def attention_forward(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     return forward
 
 
-def attention_as_it_is(module: Any) -> Attend:
-    """Return an attention module that was not fused, called as lean ones are."""
+def unfused_attention(module: Any) -> Attend:
+    """Adapt an unfused attention module to the signature of fused ones."""
 
     def attend(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out: Tensor = module(hidden_states=hidden, position_embeddings=(cos[None], sin[None]), attention_mask=None)[0]
@@ -123,7 +123,7 @@ def attention_as_it_is(module: Any) -> Attend:
 
 
 def mlp(module: Any) -> Callable[[Tensor], Tensor]:
-    """Return the lean form of an MLP with `gate_up_proj`, `down_proj` and an activation."""
+    """Build the fused forward of an MLP with `gate_up_proj`, `down_proj` and an activation."""
     linear = module._modules
     activation: Any = linear.get("act_fn") or linear.get("activation_fn")
     silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
@@ -143,7 +143,10 @@ def mlp(module: Any) -> Callable[[Tensor], Tensor]:
 def layer(
     names: Sequence[str | None], module: Any, attend: Attend, feed: Callable[[Tensor], Tensor], norms: Norms
 ) -> Step:
-    """Return the lean form of a layer. `names`: its norms before and after attention, before and after the MLP."""
+    """Build the fused step of a layer.
+
+    names: its norms before and after attention, before and after the MLP; None: absent.
+    """
     before, after_attention, between, after_mlp = (None if name is None else module._modules[name] for name in names)
     start = norms.of(before) if before is not None else None
     start_added = norms.after_add(before) if before is not None else None
@@ -172,7 +175,7 @@ def layer(
 
 
 def layer_forward(step: Step) -> Callable[..., Tensor]:
-    """Return the forward of a decoder layer around its lean form."""
+    """Wrap a fused step in the signature of a decoder layer's forward."""
 
     def forward(hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any) -> Tensor:
         cos, sin = position_embeddings
@@ -183,7 +186,7 @@ def layer_forward(step: Step) -> Callable[..., Tensor]:
 
 
 class RotaryTable:
-    """Rotary embeddings by place. On a CPU they are computed ahead as far as they were needed, at most TABLE_BYTES."""
+    """Rotary embeddings by position; on a CPU cached in a table that grows up to TABLE_BYTES."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -191,19 +194,19 @@ class RotaryTable:
         self._steady = kind in _STEADY_ROPES
         self._table = torch.empty(0)
 
-    def at(self, places: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [rows, turned width] of `places` [1, rows], of the dtype of `like`."""
-        if self._steady and places.device.type == "cpu" and self._reaches(int(places.max()) + 1, like):
-            cos, sin = self._table.index_select(0, places[0]).chunk(2, dim=-1)
+    def at(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [rows, rotary width] of `positions` [1, rows], of the dtype of `like`."""
+        if self._steady and positions.device.type == "cpu" and self._reaches(int(positions.max()) + 1, like):
+            cos, sin = self._table.index_select(0, positions[0]).chunk(2, dim=-1)
             return cos, sin
-        cos, sin = self._module(like, places)
+        cos, sin = self._module(like, positions)
         return cos[0], sin[0]
 
-    def _reaches(self, places: int, like: Tensor) -> bool:
-        """Whether the table has so many places of the dtype of `like`, or now has."""
-        if places <= len(self._table) and self._table.dtype is like.dtype:
+    def _reaches(self, positions: int, like: Tensor) -> bool:
+        """Grow the table to `positions` rows of the dtype of `like`; return False above TABLE_BYTES."""
+        if positions <= len(self._table) and self._table.dtype is like.dtype:
             return True
-        rows = 1 << max(places - 1, 255).bit_length()
+        rows = 1 << max(positions - 1, 255).bit_length()
         if rows * 4 * int(self._module.inv_freq.numel()) * like.element_size() > TABLE_BYTES:
             return False
         self._table = torch.cat(self._module(like, torch.arange(rows)[None]), dim=-1)[0]
@@ -211,9 +214,9 @@ class RotaryTable:
 
 
 def stack_forward(module: Any, steps: Sequence[Step], norms: Norms, result: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a decoder around its layers' lean forms; `result` makes what it returns."""
+    """Build the forward of a decoder from its layers' fused steps; `result` constructs its output."""
     own = type(module).forward
-    embed, turns = module._modules["embed_tokens"], RotaryTable(module._modules["rotary_emb"])
+    embed, rotary = module._modules["embed_tokens"], RotaryTable(module._modules["rotary_emb"])
     close = norms.after_add(module._modules["norm"])
 
     def forward(
@@ -231,7 +234,7 @@ def stack_forward(module: Any, steps: Sequence[Step], norms: Norms, result: Call
                 past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **options,
             )  # fmt: skip
         embedded: Tensor = embed(input_ids)
-        cos, sin = turns.at(position_ids, embedded)
+        cos, sin = rotary.at(position_ids, embedded)
         residual, delta = steps[0](embedded, None, cos, sin)
         for step in steps[1:]:
             residual, delta = step(residual, delta, cos, sin)

@@ -1,16 +1,15 @@
 """Merged linear layers: several projections of one input as one matrix product.
 
-`merge` adds a `MergedLinear` and replaces each layer by a `MergedSlice`, so that the model's own code goes on calling
-`q_proj`, `k_proj` and `v_proj` and finds one product computed for all three. Every merged linear says in
-`parts` which of its outputs belong to whom, for adapters and checkpoints that know the old names. `split` puts plain
-linear layers back; their weights are then views of the merged one.
+`merge` adds a `MergedLinear` and replaces each layer by a `MergedSlice`. The model's own code still calls `q_proj`,
+`k_proj` and `v_proj`, and one matrix product serves all three. `MergedLinear.parts` maps output ranges to the original
+names, for adapters and checkpoints. `split` restores plain linear layers whose weights are views of the merged weight.
 
-The old weights are freed as they merge: what is there twice, for a moment, is one group's.
+The original weights are freed after each merge, so at most one group exists twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from torch import Tensor, nn
 
 
 class MergedLinear(nn.Linear):
-    """One linear layer that computes what several did.
+    """Linear layer that replaces several layers of one input.
 
-    parts: (name, start, stop) of each: its outputs are start:stop of this one's, and `name` is what the module that
-           holds this one called it. They follow each other without gaps.
+    parts: (name, start, stop) of each original layer: outputs start:stop, `name` in the owning module; without gaps.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: tuple[tuple[str, int, int], ...]) -> None:
-        """Take `weight` [outputs, inputs] and `bias` [outputs] as they are; nothing is copied."""
+        """Store `weight` [outputs, inputs] and `bias` [outputs] without copying."""
         super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
@@ -34,7 +32,7 @@ class MergedLinear(nn.Linear):
 
 
 class _Product:
-    """The newest product of a merged linear: kept until each part has taken its piece, or the next input comes."""
+    """Latest output of a merged linear, cached until every slice has read its part or the input changes."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         self._owner = owner
@@ -44,7 +42,7 @@ class _Product:
 
     @property
     def linear(self) -> Any:
-        """The merged linear, or its replacement."""
+        """Return the merged linear, or the layer that replaced it."""
         return self._owner._modules[self._name]
 
     def take(self, at: int, given: Tensor) -> Tensor:
@@ -63,10 +61,10 @@ class _Product:
 
 
 class MergedSlice(nn.Module):
-    """Stands where a merged linear layer stood; has no weights of its own.
+    """Placeholder for a linear layer that was merged; has no weights of its own.
 
-    Its siblings must be called with the same tensor object, unchanged, for the product to be shared; another object
-    is computed anew, so that the result is right in any case.
+    The product is shared while the slices are called with the same tensor object. Any other object is computed anew, so
+    the result is correct in any case.
     """
 
     def __init__(self, product: _Product, at: int, start: int, stop: int) -> None:
@@ -90,8 +88,8 @@ class MergedSlice(nn.Module):
         return None if found is None else found[self._range]
 
 
-def unlike(owner: nn.Module, names: Sequence[str]) -> str | None:
-    """Return why the children `names` of `owner` cannot be merged, or None when they can."""
+def unmergeable(owner: nn.Module, names: Sequence[str]) -> str | None:
+    """Return the reason why the children `names` of `owner` cannot be merged; None if they can."""
     found = [owner._modules.get(name) for name in names]
     first = found[0]
     for name, child in zip(names, found, strict=True):
@@ -111,7 +109,7 @@ def unlike(owner: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def merge(owner: nn.Module, names: Sequence[str], merged: str) -> None:
-    """Merge the linear children `names` of `owner` into a new child `merged`; `unlike` must have said None."""
+    """Merge the linear children `names` of `owner` into a new child `merged`; `unmergeable` must be None."""
     children: list[Any] = [owner._modules[name] for name in names]
     parts, start = [], 0
     for name, child in zip(names, children, strict=True):
@@ -126,7 +124,7 @@ def merge(owner: nn.Module, names: Sequence[str], merged: str) -> None:
 
 
 def split(owner: nn.Module, merged: str) -> None:
-    """Undo `merge`: plain linear layers again, whose weights share the merged one's memory."""
+    """Undo `merge`: restore plain linear layers whose weights are views of the merged weight."""
     linear: Any = owner._modules[merged]
     for name, start, stop in linear.parts:
         plain = nn.Linear(linear.in_features, stop - start, bias=linear.bias is not None, device="meta")
@@ -135,10 +133,3 @@ def split(owner: nn.Module, merged: str) -> None:
             plain.bias = nn.Parameter(linear.bias.data[start:stop], requires_grad=False)
         setattr(owner, name, plain.eval())
     delattr(owner, merged)
-
-
-def merged_linears(model: nn.Module) -> Iterator[tuple[str, MergedLinear]]:
-    """Yield the merged linear layers of a model with the path of the module that each sits in."""
-    for path, module in model.named_modules():
-        if isinstance(module, MergedLinear):
-            yield path.rpartition(".")[0], module

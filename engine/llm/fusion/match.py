@@ -1,9 +1,12 @@
-"""Pattern matching of fusible modules in a decoder; pure.
+"""Pattern matching of fusible modules in a decoder.
 
-A pattern is recognised by the names of a module's children, by its parameters, and by the names that its class's
-`forward` uses: a model that does anything else (clips its queries, scales its residual, has sinks) uses a name that is
-not on the list, and is left alone. What the names cannot say, such as how the rotary embedding pairs its numbers, is
-left to the probe (`fuse_probe`), which compares results.
+A pattern matches the names of a module's children, its parameters, and the names that its class's `forward` uses. A
+model that does more (clips queries, scales residuals, has attention sinks) uses a name that is not listed and is not
+fused. Properties without a name, such as the pairing of the rotary embedding, are checked numerically (`fusion.probe`).
+
+An RMS norm is recognised by its results: a module with a one-dimensional weight, an epsilon and nothing else, whose
+output equals one of four forms: weight or 1 + weight, rounded before or after the multiplication. Module and weight
+stay; only `forward` is replaced.
 """
 
 from __future__ import annotations
@@ -14,6 +17,12 @@ import textwrap
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weftline.engine.llm.fusion.probe import SMALL, Call, difference
+from weftline.engine.llm.fusion.rows import NormForm, rms_norm
 
 ATTENTION = frozenset(
     {
@@ -49,7 +58,7 @@ ATTENTION = frozenset(
         "contiguous",
     }
 )
-"""Names that an attention's forward may use and still be one of: merge, norm, turn, attend, project."""
+"""Names that the forward of a fusible attention module may use."""
 MLP = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn", "activation_fn", "chunk"})
 NORM_SETS = {
     ("input_layernorm", "post_attention_layernorm"): ("input_layernorm", None, "post_attention_layernorm", None),
@@ -60,7 +69,7 @@ NORM_SETS = {
         None, "post_attention_layernorm", None, "post_feedforward_layernorm",
     ),
 }  # fmt: skip
-"""A layer's norms by name, sorted: which stands before and after the attention, before and after the MLP."""
+"""Sorted norm names of a layer to (before attention, after attention, before MLP, after MLP)."""
 LAYER = frozenset({"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}.union(*NORM_SETS))
 MODEL = frozenset(
     {
@@ -95,7 +104,7 @@ MODEL = frozenset(
 
 @cache
 def names_used(forward: Callable[..., Any]) -> frozenset[str]:
-    """Return the attributes that the function reads and the functions it calls; empty where it has no source."""
+    """Return the attributes and functions that `forward` uses; empty if its source is unavailable."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
@@ -112,8 +121,8 @@ def names_used(forward: Callable[..., Any]) -> frozenset[str]:
     return frozenset(found)
 
 
-def beyond(module: Any, known: frozenset[str]) -> str | None:
-    """Return what the forward of `module` does beyond `known`, or None."""
+def unknown_names(module: Any, known: frozenset[str]) -> str | None:
+    """Return the reason if the forward of `module` uses names other than `known`, else None."""
     if "forward" in module.__dict__:
         return "its forward has been replaced"
     used = names_used(type(module).forward)
@@ -123,7 +132,60 @@ def beyond(module: Any, known: frozenset[str]) -> str | None:
     return f"its code also uses {', '.join(more[:4])}" if more else None
 
 
-def strangers(module: Any, known: frozenset[str]) -> str | None:
-    """Return which children or own parameters of `module` are not among `known`, or None."""
+def unknown_children(module: Any, known: frozenset[str]) -> str | None:
+    """Return the reason if `module` has children or parameters other than `known`, else None."""
     more = sorted({*module._modules, *module._parameters} - known)
     return f"it also has {', '.join(more[:4])}" if more else None
+
+
+_EPSILONS = ("variance_epsilon", "eps", "norm_eps")
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Return whether `module` has the parameters and attributes of an RMS norm."""
+    weight = module._parameters.get("weight")
+    alone = set(module._parameters) <= {"weight", "bias"} and module._parameters.get("bias") is None
+    return weight is not None and weight.dim() == 1 and alone and not module._modules and _epsilon(module) is not None
+
+
+def recognise(module: Any, call: Call) -> NormForm | str:
+    """Return the RMS norm form whose results equal those of `module`, or the reason why there is none."""
+    if "forward" in module.__dict__:
+        return "its forward has been replaced"
+    given = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
+    eps = _epsilon(module)
+    if not isinstance(given, Tensor) or not isinstance(call.result, Tensor) or eps is None:
+        return "it takes or gives no tensor"
+    if given.shape[-1] != module.weight.numel():
+        return f"its weight has {module.weight.numel()} numbers, its input {given.shape[-1]}"
+    small = given * SMALL
+    tries = ((given, call.result), (small, module(small)))
+    close: list[tuple[float, NormForm]] = []
+    reason: str | None = None
+    for one_plus, cast_first in ((False, True), (False, False), (True, False), (True, True)):
+        weight = module.weight.data.float() + 1.0 if one_plus else module.weight.data
+        form = NormForm(weight, module.weight.data, eps, cast_first, one_plus)
+        pairs = [(rms_norm(asked, form), gave) for asked, gave in tries]
+        why = next((text for pair in pairs if (text := difference(*pair)) is not None), None)
+        if why is None:
+            close.append((max(float((found - gave).abs().max()) for found, gave in pairs), form))
+        elif reason is None or "differs" in why:
+            reason = why
+    # in float32 the rounding order hardly matters: the first of equally close forms is chosen
+    return min(close, key=lambda pair: pair[0])[1] if close else (reason or "no form of an RMS norm fits")
+
+
+def install(module: Any, form: NormForm) -> None:
+    """Replace the forward of `module` by `form`."""
+    if form.one_plus:  # registered beside the module's own weight, so that it is among the model's tensors
+        module.register_buffer("weight_and_one", form.weight, persistent=False)
+
+    def forward(values: Tensor) -> Tensor:
+        return rms_norm(values, form)
+
+    module.forward = forward
+
+
+def _epsilon(module: Any) -> float | None:
+    found = next((getattr(module, name) for name in _EPSILONS if name in module.__dict__), None)
+    return float(found) if isinstance(found, float) and not isinstance(found, torch.Tensor) else None

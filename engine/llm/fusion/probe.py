@@ -1,9 +1,9 @@
 """Numerical verification of fused modules against recorded calls.
 
-The pass has PROBE_ROWS tokens of one made-up sequence, at places that also reach far into the rotary embedding.
-Attention is computed plainly among these rows, without pages, by whatever model code calls `weftline_paged`; how it is
-called (scale, window, soft cap) is written down. A module agrees when, called with the same arguments again, each row
-of its result differs from the noted one by no more than `TOLERANCE` of that row's largest number.
+The probe pass has PROBE_ROWS tokens of one synthetic sequence, some at distant positions of the rotary embedding.
+`ProbeForm` computes attention among these rows without KV pages and records its arguments (scale, window, soft cap). A
+fused module agrees if, called with the recorded arguments, each row of its result differs from the recorded one by at
+most `TOLERANCE` of that row's largest magnitude.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from weftline.engine.llm.attention import LayerPages, Span
 
 PROBE_ROWS = 9
 FAR_TOKENS = 2048
-"""The farthest place of the probe, where the model reaches that far."""
+"""Largest position of the probe, if the model's context is that long."""
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-9}
-"""By dtype, relative to the largest number of a row: some roundings of it, one after the other, as one layer makes.
+"""Relative tolerance by dtype: a few roundings of a row's largest magnitude, as one layer causes.
 
-They do not add up over layers: `fuse` compares the stack with the same layers called by the model's own code."""
+Roundings do not accumulate: `fuse` compares the stack with the model's own forward over the same fused layers."""
 SMALL = 1e-3
-"""Norms are also shown the same numbers so much smaller, where their epsilon matters."""
+"""Factor of the second input of norms, at which their epsilon matters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """How a module's attention is called: [heads, rows, width] of queries, kv_heads of keys, and its options."""
+class AttentionFacts:
+    """Arguments of a module's attention call: head counts, head width, scale, window and soft cap."""
 
     heads: int
     kv_heads: int
@@ -43,7 +43,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a module, and what it returned."""
+    """A recorded call of a module: arguments and result."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -51,10 +51,10 @@ class Call:
 
 
 class ProbeForm:
-    """Attention among the rows of the probe; an `AttentionForm` without memory. `facts` are by id of LayerPages."""
+    """Attention among the probe's rows; an `AttentionForm` without pages. facts: by id of LayerPages."""
 
     def __init__(self) -> None:
-        self.facts: dict[int, Facts] = {}
+        self.facts: dict[int, AttentionFacts] = {}
 
     def fill(self, spans: Sequence[Span]) -> None:
         raise RuntimeError("a probe has no rounds")
@@ -70,7 +70,7 @@ class ProbeForm:
         softcap: float | None,
     ) -> Tensor:
         heads, rows, width = query.shape
-        self.facts[id(layer)] = Facts(heads, key.shape[0], width, scale, window, softcap)
+        self.facts[id(layer)] = AttentionFacts(heads, key.shape[0], width, scale, window, softcap)
         key, value = (t.float().repeat_interleave(heads // key.shape[0], dim=0) for t in (key, value))
         scores = query.float() @ key.transpose(1, 2) * scale
         if softcap is not None:
@@ -83,10 +83,10 @@ class ProbeForm:
 
 
 @contextmanager
-def seated(model: nn.Module, form: ProbeForm) -> Iterator[None]:
-    """Let every module of `model` attend through `form`; afterwards they have what they had.
+def probing(model: nn.Module, form: ProbeForm) -> Iterator[None]:
+    """Attach `form` to every module of `model` within the context; restore the previous pages afterwards.
 
-    Linear layers do not attend, and are not held on to: they may be freed in between.
+    Linear layers are skipped and not referenced, since they may be freed meanwhile.
     """
     before: list[tuple[Any, Any]] = []
     for module in model.modules():
@@ -105,8 +105,8 @@ def seated(model: nn.Module, form: ProbeForm) -> Iterator[None]:
                 module.__dict__["weftline_pages"] = pages
 
 
-def ask(model: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a small pass for `model`: `input_ids` and `position_ids` [1, PROBE_ROWS]."""
+def probe_inputs(model: Any) -> dict[str, Any]:
+    """Return the probe pass's keyword arguments: `input_ids` and `position_ids` int64 [1, PROBE_ROWS]."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     farthest = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or 64
@@ -118,14 +118,14 @@ def ask(model: Any) -> dict[str, Any]:
     return {"input_ids": made[:1], "position_ids": made[1:], "use_cache": False}
 
 
-def watch(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Call]:
-    """Return the first call of each of `modules` during `run`; those that were not called are absent."""
+def record_calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Call]:
+    """Record the first call of each of `modules` during `run`; modules without a call are absent."""
     calls: dict[nn.Module, Call] = {}
 
-    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def record(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         calls.setdefault(module, Call(args, kwargs, result))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    hooks = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
         run()
     finally:
@@ -134,24 +134,24 @@ def watch(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Modul
     return calls
 
 
-def differs(module: Callable[..., Any], call: Call) -> str | None:
-    """Call `module` again and return how its result differs from the noted one; None when it agrees."""
+def mismatch(module: Callable[..., Any], call: Call) -> str | None:
+    """Repeat `call` on `module`; return how the result differs, or None if it agrees."""
     try:
         found = module(*call.args, **call.kwargs)
     except Exception as error:  # a pattern that does not fit can fail in any way
         return f"fused it fails: {type(error).__name__}"
-    return unequal(first(found), first(call.result))
+    return difference(output_of(found), output_of(call.result))
 
 
-def first(result: Any) -> Any:
-    """Return the tensor that a module's result is about: itself, a tuple's first, or a model's last hidden state."""
+def output_of(result: Any) -> Any:
+    """Return the main tensor of a result: itself, a tuple's first item, or the last hidden state."""
     if isinstance(result, tuple):
         return result[0]
     return result if isinstance(result, Tensor) else getattr(result, "last_hidden_state", None)
 
 
-def unequal(found: Any, expected: Any) -> str | None:
-    """Return how two tensors differ, or None when they agree."""
+def difference(found: Any, expected: Any) -> str | None:
+    """Return how two tensors differ beyond TOLERANCE, or None if they agree."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return f"it gives a {type(expected).__name__}"
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -159,5 +159,5 @@ def unequal(found: Any, expected: Any) -> str | None:
     size = expected.abs().amax(-1, keepdim=True).double()
     error = ((found.double() - expected.double()).abs() / size.clamp_min(1e-30)).max()
     allowed = TOLERANCE.get(expected.dtype, 0.0)
-    # written so that NaN, which is neither more nor less, counts as different
+    # NaN compares false, so it counts as different
     return None if bool(error <= allowed) else f"fused it differs by {float(error):.1e} of a row's largest number"

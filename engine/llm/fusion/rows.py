@@ -2,12 +2,11 @@
 
     rms_norm      root mean square norm (Zhang and Sennrich 2019)
     add_rms_norm  the residual added first
-    turn          rotary embedding in the rotate-half form (Su et al. 2021), of queries and keys at once
+    rotate        rotary embedding in the rotate-half form (Su et al. 2021), of queries and keys at once
     gated         activation(gate) * up of a merged product
 
-Each gives what transformers' own code gives, in its rounding order; where a faster form exists for a device and dtype
-it is taken, else torch's operations are. On a CPU in float32 that form is compiled by numba, on a GPU it is a Triton
-kernel. Callers need not know.
+Each equals transformers' own code, in its rounding order. On a CPU in float32 they are compiled by numba, on a GPU they
+are Triton kernels; otherwise torch's operations are used.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from torch import Tensor
 from torch.nn import functional
 
 ROWS_MAX = 256
-"""Up to so many rows the compiled forms are used: they run on one core, and for long prompts torch's use all."""
+"""Most rows for the numba kernels, which run on one core; torch's operations use all cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
-    """Form of an RMS norm besides the root mean square.
+    """Variant of an RMS norm.
 
-    weight:     [width], what the normed values are multiplied with; a one that the model adds is already in it.
-    own:        [width], the model's own weight.
+    weight:     [width], the factor of the normalised values; includes the 1 of `one_plus`.
+    own:        [width], the model's weight parameter.
     eps:        added to the mean square.
-    cast_first: the normed values are rounded to the input's dtype before they are multiplied (Llama), or after (Gemma).
-    one_plus:   `weight` is the model's own and one more.
+    cast_first: round to the input's dtype before the multiplication (Llama) instead of after (Gemma).
+    one_plus:   the factor is 1 + `own`.
     """
 
     weight: Tensor
@@ -47,26 +46,26 @@ class NormForm:
 @cache
 def _compiled() -> Any:
     try:
-        from weftline.engine.llm.fusion import compiled as fuse_compiled
-    except ImportError:  # numba is not there: slower, the same numbers
+        from weftline.engine.llm.cpu import kernels
+    except ImportError:  # without numba: slower, same results
         return None
-    return fuse_compiled
+    return kernels
 
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    """Return the Triton kernels for `device`, or None where they cannot be used."""
+    """Return the Triton kernels for `device`, or None if unavailable."""
     from weftline.engine.llm.kernels.availability import available
 
     if available(device) is not None:
         return None
-    from weftline.engine.llm.kernels import norms, silu_mul
+    from weftline.engine.llm.kernels import rows
 
-    return SimpleNamespace(norm=norms.rms_norm, add_norm=norms.add_rms_norm, gate=silu_mul.silu_mul)
+    return SimpleNamespace(norm=rows.rms_norm, add_norm=rows.add_rms_norm, gate=rows.silu_mul)
 
 
 def _norm_kernels(values: Tensor, form: NormForm) -> Any:
-    """Return the kernels if they have this form for these values."""
+    """Return the Triton kernels if they support this form and these dtypes, else None."""
     usual = form.cast_first != form.one_plus and form.own.dtype is values.dtype
     return _kernels(values.device) if usual and values.is_cuda else None
 
@@ -76,7 +75,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def rms_norm(values: Tensor, form: NormForm) -> Tensor:
-    """Return the norm of `values` [..., width] over the last dimension."""
+    """Return the RMS norm of `values` [..., width] over the last dimension."""
     weight, shape = form.weight, values.shape[-1:]
     kernels = _norm_kernels(values, form) if values.is_cuda else None
     if kernels is not None:
@@ -96,7 +95,7 @@ def rms_norm(values: Tensor, form: NormForm) -> Tensor:
 
 
 def add_rms_norm(values: Tensor, delta: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
-    """Return values + delta, which may be in the memory of `delta`, and the norm of it."""
+    """Return (values + delta, its RMS norm); may overwrite `delta`."""
     if _plain(values) and _plain(delta) and delta.is_contiguous() and values.is_contiguous():
         width, compiled = values.shape[-1], _compiled()
         if compiled is not None and values.numel() <= ROWS_MAX * width and _plain(form.weight):
@@ -113,16 +112,16 @@ def add_rms_norm(values: Tensor, delta: Tensor, form: NormForm) -> tuple[Tensor,
     return delta, rms_norm(delta, form)
 
 
-def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `heads` [rows, heads, width] turned by `cos`, `sin` [rows, turned width]; may use the memory of `heads`.
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding `cos`, `sin` [rows, rotary width] to `heads` [rows, heads, width].
 
-    Only the first `turned width` numbers of each head are turned.
+    Rotates the first `rotary width` elements of each head; may overwrite `heads`.
     """
     width = cos.shape[-1]
     if len(heads) <= ROWS_MAX and _plain(heads) and _plain(cos):
         compiled = _compiled()
         if compiled is not None:
-            compiled.turn(heads.numpy(), cos.numpy(), sin.numpy())
+            compiled.rotate(heads.numpy(), cos.numpy(), sin.numpy())
             return heads
     first = heads if width == heads.shape[-1] else heads[..., :width]
     low, high = first.chunk(2, dim=-1)
@@ -131,9 +130,9 @@ def turn(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def gated(product: Tensor, activate: Callable[[Tensor], Tensor], name: str = "") -> Tensor:
-    """Return activate(gate) * up, the halves of `product` [..., 2 * width].
+    """Return activate(gate) * up, where `product` [..., 2 * width] is [gate, up].
 
-    name: 'silu' or 'gelu_tanh' when `activate` is that, for which there are kernels.
+    name: 'silu' or 'gelu_tanh' if `activate` is that function, for which kernels exist; else empty.
     """
     if name and product.is_cuda and (kernels := _kernels(product.device)) is not None:
         made: Tensor = kernels.gate(product.view(-1, product.shape[-1]), name == "gelu_tanh")

@@ -16,28 +16,27 @@ from torch import Tensor
 
 from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers, RoundView
-from weftline.engine.llm.gpu.plain import PlainOps
 
 _log = logging.getLogger(__name__)
 
 
 class PagedOps(Protocol):
-    """The three operations on pages; shapes as in `weftline.engine.llm.kernels`."""
+    """The operations on KV pages; shapes as in `weftline.engine.llm.kernels`."""
 
     def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write key, value [rows, kv_heads, width] to `slots` int64 [rows]; negative ones are skipped."""
 
-    def turn_and_write(
+    def rotate_and_write(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Turn query and key by cos, sin [rows, turned width], write key and value, return the query."""
+        """Apply rotary embedding cos, sin [rows, rotary width], write key and value, return the query."""
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
         page_tokens: int, scale: float, window: int | None, softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        """Return [rows, heads, value width]; rows of no sequence may be anything finite."""
+        """Compute attention, [rows, heads, value width]; padding rows are arbitrary but finite."""
 
 
 class TritonOps:
@@ -53,7 +52,7 @@ class TritonOps:
     def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         self._write(key, value, keys, values, slots)
 
-    def turn_and_write(
+    def rotate_and_write(
         self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
         slots: Tensor,
     ) -> Tensor:  # fmt: skip
@@ -67,7 +66,7 @@ class TritonOps:
 
 
 def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
-    """Return the quickest operations for `device`, and why they are not the kernels where they are not."""
+    """Return the fastest operations for `device`, and the reason if they are not the kernels."""
     from weftline.engine.llm.kernels.availability import available
 
     reason = available(device)
@@ -75,7 +74,7 @@ def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
 
 
 class GpuAttention:
-    """The GPU's form of paged attention; see `AttentionForm`. Also runs on a CPU, for tests."""
+    """Paged attention on a GPU, an `AttentionForm`; also runs on a CPU, for tests."""
 
     def __init__(self, buffers: RoundBuffers, ops: PagedOps) -> None:
         self.buffers = buffers
@@ -93,7 +92,7 @@ class GpuAttention:
         ops: PagedOps | None = None,
         sequences_max: int = 512,
     ) -> GpuAttention:
-        """Return a form for rounds of `rows_max` tokens, of `sequences_max` sequences of at most `context_max`.
+        """Allocate buffers for rounds of `rows_max` tokens, `sequences_max` sequences and `context_max`.
 
         Tables have a line of 16 bytes for each page a sequence may have, for each of the sequences.
         """
@@ -105,7 +104,7 @@ class GpuAttention:
         return cls(RoundBuffers(limits, page_tokens, device), ops)
 
     def fill(self, spans: Sequence[Span]) -> None:
-        """Take in a round whose tokens the caller brings itself; nothing is padded."""
+        """Set the round without padding; the caller passes its tokens to the model."""
         self.view = self.buffers.fill(spans)
 
     def attend(
@@ -122,7 +121,7 @@ class GpuAttention:
         self._ops.write(key.transpose(0, 1), value.transpose(0, 1), keys, values, view.slots)
         return self._attend(query.transpose(0, 1), keys, values, view, scale, window, softcap)
 
-    def attend_turning(
+    def attend_rotary(
         self,
         layer: LayerPages,
         query: Tensor,
@@ -134,9 +133,9 @@ class GpuAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Like `attend`, with rotary embedding on the way; query, key, value are [rows, heads, width]."""
+        """Apply rotary embedding and attend; query, key, value: [rows, heads, width]."""
         keys, values, view = self._ready(layer)
-        query = self._ops.turn_and_write(query, key, value, cos, sin, keys, values, view.slots)
+        query = self._ops.rotate_and_write(query, key, value, cos, sin, keys, values, view.slots)
         return self._attend(query, keys, values, view, scale, window, softcap)
 
     def _attend(
@@ -157,3 +156,60 @@ class GpuAttention:
         if layer.keys is None or layer.values is None or self.view is None:
             raise RuntimeError("a layer attends before it has pages and a round")
         return layer.keys, layer.values, self.view
+
+
+class PlainOps:
+    """`PagedOps` in torch operations: for tests on a CPU and GPUs without the kernels.
+
+    Reads no device value on the host. Gathers every page of every table per layer, which is slow for long tables.
+    """
+
+    def write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        # a padding row writes again what the slot of row 0 gets, so that no shape depends on a value; when row 0 is
+        # padding itself, all are, and slot 0 gets what it has
+        place = torch.where(slots < 0, slots[:1].clamp_min(0), slots)
+        for given, pages in ((key, keys), (value, values)):
+            own = given.to(pages.dtype).transpose(0, 1)
+            first = torch.where((slots[:1] < 0)[None, :, None], pages[:, place[:1]], own[:, :1])
+            pages[:, place] = torch.where((slots < 0)[None, :, None], first, own)
+
+    def rotate_and_write(
+        self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+        slots: Tensor,
+    ) -> Tensor:  # fmt: skip
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        self.write(key, value, keys, values, slots)
+        return query
+
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, row_starts: Tensor, starts: Tensor,
+        page_tokens: int, scale: float, window: int | None, softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        rows, heads, _ = query.shape
+        sequences, group = len(starts), heads // keys.shape[0]
+        row = torch.arange(rows, device=query.device)
+        # padding rows belong to no sequence: they read the last one's keys, and nothing reads them
+        owner = torch.searchsorted(row_starts[1:].long(), row, right=True).clamp_max(sequences - 1)
+        position = starts.long()[owner] + row - row_starts.long()[owner]
+        slots = (tables.long()[:, :, None] * page_tokens + torch.arange(page_tokens, device=query.device)).flatten(1)
+        slots = slots.clamp_max(keys.shape[1] - 1)  # unused pages may lie beyond memory that shrank
+        place = torch.arange(slots.shape[1], device=query.device)
+        seen = place <= position[:, None]
+        if window is not None:
+            seen &= place > position[:, None] - window
+        k = keys[:, slots][:, owner].to(query.dtype).repeat_interleave(group, dim=0)  # [heads, rows, places, width]
+        v = values[:, slots][:, owner].to(query.dtype).repeat_interleave(group, dim=0)
+        scores = torch.einsum("rhw,hrpw->rhp", query, k).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        # unwritten slots may hold anything, and weight 0 times NaN would be NaN
+        v = v.masked_fill(~seen[None, :, :, None], 0.0)
+        return torch.einsum("rhp,hrpw->rhw", weights.to(query.dtype), v)
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = cos.shape[-1]
+    low, high = heads[..., :width].chunk(2, dim=-1)
+    turned = heads[..., :width] * cos[:, None] + torch.cat((-high, low), dim=-1) * sin[:, None]
+    return torch.cat((turned.to(heads.dtype), heads[..., width:]), dim=-1)

@@ -44,7 +44,7 @@ class BufferLimits:
 
 @dataclass(slots=True)  # not frozen: one is made for each stream and round, which takes a third of the time
 class Draw:
-    """How one sequence's next token is drawn; as `SamplingParams` has it. position: how many tokens are known."""
+    """Sampling settings of one sequence, as in `SamplingParams`. position: number of known tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -84,7 +84,7 @@ class RoundView:
 
 
 class RoundBuffers:
-    """The buffers of one model on one device.
+    """Input buffers of one model on one device.
 
     drawn:      int64 [sequences_max] on the device, the tokens of the newest round; `tokens_from` points into it.
     pages_sent: entries of page tables that were converted and sent, of all rounds so far.
@@ -124,11 +124,11 @@ class RoundBuffers:
 
     @property
     def on_device(self) -> tuple[Tensor, ...]:
-        """Tensors on the device. Their content may be zeroed between rounds; call `forget` then."""
+        """Return the device tensors. After zeroing them between rounds, call `forget`."""
         return self._device_bytes, self._tables, self._stored, self.drawn
 
     def forget(self) -> None:
-        """Send all page tables anew: those on the device are lost."""
+        """Discard the device's page tables; the next rounds send them again."""
         self._lines.forget()
 
     def fill(
@@ -177,7 +177,7 @@ class RoundBuffers:
         return self._view(rows, sequences, max(len(keep), 1))
 
     def fixed(self, rows: int, sequences: int | None = None, kept: int | None = None) -> RoundView:
-        """Return what a round padded to these sizes sees, whatever its pages: for a CUDA graph.
+        """Return the views of a round padded to these sizes, for a CUDA graph.
 
         sequences, kept: None: as many as rows. `kept` rows have logits.
         """
@@ -245,7 +245,7 @@ class RoundBuffers:
 
 
 class _TableLines:
-    """Which page tables lie in which line of the device's, and how much of each.
+    """Cache of page tables on the device: the line of each table and its sent pages.
 
     A table is known by its epoch, which is never another table's and changes whenever its pages change other than by
     adding some: of the same epoch, only pages behind those that are there can be new. When lines run out, the least
@@ -263,7 +263,7 @@ class _TableLines:
         self._free = list(range(self._count))
 
     def update(self, spans: Sequence[Span], lines: Any, changes: Any) -> int:
-        """Put the line of each span's table into `lines`; return how many entries of lines have to change.
+        """Write the line of each span's table to `lines`; return the number of changed entries.
 
         changes: their places in the flattened lines, and behind these their pages.
         """
@@ -302,5 +302,5 @@ def _event() -> Any:
 
 
 def input_tokens(view: RoundView, drawn: Tensor) -> Tensor:
-    """Return int64 [rows], each row's token: given, or taken from `drawn` where `tokens_from` points into it."""
+    """Return the token of each row, int64 [rows]: given, or `drawn[tokens_from]`."""
     return torch.where(view.tokens_from < 0, view.tokens, drawn[view.tokens_from.clamp_min(0)])

@@ -19,17 +19,17 @@ WARM_UPS = 2
 
 
 class Capture(Protocol):
-    """A way of recording computations; all that one records may share memory, and are repeated one at a time."""
+    """Recorder of computations. Its recordings may share memory and must not run concurrently."""
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Run and record `compute`; return the function that repeats it, and its result.
+        """Run and record `compute`; return a replay function and the result tensor.
 
         Every repetition writes the result anew. `compute` runs more than once: it must not read what it wrote.
         Raises whatever `compute` or the recording raises; nothing is kept then.
         """
 
     def forget(self) -> None:
-        """Note that every recording was dropped; called before the next one is made."""
+        """Discard shared state after every recording was dropped."""
 
 
 class CudaCapture:
@@ -86,7 +86,7 @@ class CudaCapture:
         return graph.replay, result
 
     def _unwind(self, graph: Any) -> None:
-        """End a failed capture for the stream, the allocator and the random numbers, whichever torch left in it.
+        """End a failed capture on the stream, the allocator and the random generator.
 
         torch before 2.12 skips the allocator's part when the capture's end raises, and `empty_cache` then ends the
         process by an assertion. No torch resets the generator, whose numbers are refused outside of a capture then.
@@ -139,7 +139,7 @@ _READS = {
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operation while it is on."""
+    """Record every dispatched operation while active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

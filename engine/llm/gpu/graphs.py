@@ -1,7 +1,7 @@
 """CUDA graphs of rounds, from tokens to logits, at padded sizes.
 
 A round is padded to one of SIZES tokens and repeated from the graph of that size. One graph serves rounds that decode,
-rounds that read prompts, and rounds that do both or check guesses: which rows belong to which sequence lies in
+rounds that read prompts, and rounds that do both or verify draft tokens: which rows belong to which sequence lies in
 `RoundBuffers`, as does everything else that differs between rounds (tokens, lengths, page tables, adapters, which rows
 have logits). So no step's number is frozen in a graph; a test lets lengths grow beyond those of the recording.
 
@@ -40,7 +40,7 @@ from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import Draw, RoundView, input_tokens
 from weftline.engine.llm.gpu.capture import Capture
 from weftline.engine.llm.sampling.draw import DrawSettings, draw
-from weftline.nodes.hugging_face import first_line
+from weftline.errors import first_line
 from weftline.nodes.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ SIZES = (1, 2, 4, *range(8, 64, 8), *(part << octave for octave in range(3, 8) f
 """Padded sizes. Up to 64 rows padding hardly shows, where weights are read for all rows once; beyond, eight sizes for
 each power of two pad at most one row in eight."""
 KEPT_MIN = 256
-"""Rows with logits that large sizes have at least: guesses to be checked have one each, beside their sequence's own."""
+"""Rows with logits that large sizes have at least: each draft token to verify has one, beside its sequence's own."""
 UNSOUND = -1
 """In the place of a token whose row of logits has a NaN or nothing finite."""
 
@@ -67,14 +67,14 @@ KINDS = ("greedy", "warm", "narrow")
 
 @dataclass(slots=True)
 class Handle:
-    """A round on its way. Its tokens stay on the device too, in `RoundBuffers.drawn`, until the next round's."""
+    """A launched round. Its tokens also stay in `RoundBuffers.drawn` until the next round."""
 
     _drawn: Tensor
     _count: int
     _event: Any = None
 
     def tokens(self) -> list[int]:
-        """Wait for the round; return the tokens drawn, UNSOUND for rows that have none. Call it before two more rounds.
+        """Wait for the round; return its tokens, UNSOUND for invalid rows. Call before two more rounds.
 
         In the order of the round's sequences.
         """
@@ -85,7 +85,7 @@ class Handle:
 
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Rounds of one model.
+    """CUDA graphs of one model's rounds.
 
     form:     its attention, with the buffers.      forward: its pass, from tokens to logits.
     draw:     from logits to tokens; must not wait for the device.
@@ -116,17 +116,17 @@ class DecodeGraphs:
 
     @property
     def sequences_max(self) -> int:
-        """Most sequences of a round."""
+        """Return the most sequences of a round."""
         return min(self.form.buffers.limits.sequences_max, self.sizes[-1])
 
     @property
     def kept_max(self) -> int:
-        """Most rows of a round whose logits are wanted."""
+        """Return the most rows with logits of a round."""
         return min(max(self.sequences_max, KEPT_MIN), self.sizes[-1])
 
     @property
     def recorded(self) -> tuple[int, ...]:
-        """The sizes that have a graph."""
+        """Return the sizes that have a graph."""
         return tuple(sorted(self._graphs))
 
     @property
@@ -135,7 +135,7 @@ class DecodeGraphs:
         return self.capture is None or len(self._graphs) + len(self.failures) == len(self.sizes)
 
     def drop(self) -> None:
-        """Forget all graphs: the memory they know has moved. Sizes that failed are tried again."""
+        """Discard all graphs, after their memory moved; failed sizes are tried again."""
         self._graphs.clear()
         self.failures.clear()
         self._out = None
@@ -144,7 +144,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def record(self, report: Report = lambda done, all: None, most: int | None = None) -> None:
-        """Record the sizes that are missing, or the `most` largest of them, from a round of padding.
+        """Record the missing sizes, or the `most` largest of them, with a round of padding.
 
         Writes to no page. Failures are in `failures`.
         """
@@ -164,7 +164,7 @@ class DecodeGraphs:
         tokens_from: Sequence[int] = (),
         adapters: Sequence[int] = (),
     ) -> Handle:
-        """Start a round of one row for each sequence, draw its tokens on the device, and return at once.
+        """Launch a round of one row per sequence, sample on the device, and return without waiting.
 
         tokens:      the newest token of each.     draws: how its next one is drawn.
         tokens_from: for each NOWHERE, or its place in the round before, whose token is then taken on the device.
@@ -196,7 +196,7 @@ class DecodeGraphs:
         keep: Sequence[int],
         adapters: Sequence[int] = (),
     ) -> Tensor | None:
-        """Start a round of any kind by a graph; return the logits of the rows in `keep`, float32 [kept, vocabulary].
+        """Replay a round of any kind; return the logits of the rows `keep`, float32 [kept, vocabulary].
 
         None where there is no graph for it, nothing was started then, and the caller computes the round as it is.
         The tensor may be written to, and is valid until the next round.
@@ -217,7 +217,7 @@ class DecodeGraphs:
         return self._out[: len(keep)]
 
     def _missing(self) -> list[int]:
-        """Return the sizes that may be recorded yet, largest first."""
+        """Return the sizes still to be recorded, largest first."""
         if self.capture is None:
             return []
         return [size for size in reversed(self.sizes) if size not in self._graphs and size not in self.failures]
@@ -226,14 +226,14 @@ class DecodeGraphs:
         self, size: int, spans: Sequence[Span], tokens: Sequence[int], tokens_from: Sequence[int],
         adapters: Sequence[int], keep: Sequence[int], draws: Sequence[Draw],
     ) -> RoundView:  # fmt: skip
-        """Send a round padded to `size` to the device; return what its graph sees."""
+        """Send a round padded to `size` to the device; return its views."""
         buffers, sequences = self.form.buffers, min(size, self.sequences_max)
         buffers.fill(spans, size, sequences, tokens, tokens_from, adapters, keep, draws)
         view = self.form.view = buffers.fixed(size, sequences, min(size, self.kept_max))
         return view
 
     def _pass(self, size: int) -> Tensor:
-        """Start the round that was filled in, by a graph where there is one; return its logits [kept, vocabulary]."""
+        """Launch the filled round, by its graph if recorded; return its logits [kept, vocabulary]."""
         graph = self._graph(size)
         if graph is None or self._out is None:
             return self._compute().float()
@@ -264,8 +264,8 @@ class DecodeGraphs:
         return capture.record(compute)[0]
 
     def _fail(self, size: int, error: Exception) -> None:
-        """Note that a size has no graph. Without memory for it there may be some for smaller ones, else for none."""
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        """Record why a size has no graph; other than out of memory, this holds for all missing sizes."""
+        reason = f"{type(error).__name__}: {first_line(error):.300}"
         short = is_out_of_memory(error)
         self.failures |= dict.fromkeys([size] if short else self._missing(), reason)
         if not self._warned:
@@ -277,7 +277,7 @@ class DecodeGraphs:
             )  # fmt: skip
 
     def _compute(self) -> Tensor:
-        """Compute the round that was filled in; return its logits."""
+        """Compute the filled round without a graph; return its logits."""
         view = self.form.view
         if view is None:
             raise RuntimeError("there is no round to compute")
@@ -285,7 +285,7 @@ class DecodeGraphs:
 
 
 def draw_tokens(logits: Tensor, kind: str, settings: dict[str, Tensor]) -> Tensor:
-    """Draw by `weftline.engine.llm.sampling.draw`, with no more work than `kind` needs."""
+    """Sample tokens by `weftline.engine.llm.sampling.draw`, with the work that `kind` needs."""
     if kind == "greedy":
         return logits.argmax(dim=-1)
     names = tuple(settings) if kind == "narrow" else ("temperature", "seed", "position")
@@ -293,7 +293,7 @@ def draw_tokens(logits: Tensor, kind: str, settings: dict[str, Tensor]) -> Tenso
 
 
 def _kind(given: Draw) -> int:
-    """Return the place in KINDS of what one sequence needs."""
+    """Return the index in KINDS of a sequence's sampling."""
     if given.temperature <= 0:
         return 0
     return 2 if given.top_k or given.top_p < 1 or given.min_p > 0 or given.typical_p < 1 else 1
@@ -304,7 +304,7 @@ def _event() -> Any:
 
 
 def model_forward(model: Any, choose: Callable[[Tensor], None] | None = None) -> Forward:
-    """Return the pass of a transformers decoder from tokens to the logits of the rows in `RoundView.keep`.
+    """Return a transformers decoder's forward, from tokens to the logits of the rows `keep`.
 
     choose: called with the LoRA slots int64 [rows] before each pass; must not read their values.
     """

@@ -17,11 +17,10 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import GROUPS, fuse
-from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps
+from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps, PlainOps
 from weftline.engine.llm.gpu.buffers import Draw
 from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
-from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.shm.device.names import is_fake
 
@@ -55,7 +54,7 @@ PROMPT_TOKENS = (3, 500)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The device of a check's part, and how much the part does.
+    """Device and size of a GPU check.
 
     device: of torch. A fake's is the CPU.
     fake:   models are tiny, pages are handled by torch's operations, and graphs are recorded by a fake.
@@ -69,20 +68,20 @@ class Setup:
 
     @classmethod
     def of(cls, device: str, quick: bool = False, full: bool = False) -> Setup:
-        """Return the setup for a device by Weftline's name of it: 'cuda:0', 'fake:0'."""
+        """Return the setup for a Weftline device name: 'cuda:0', 'fake:0'."""
         fake = is_fake(device)
         return cls(torch.device("cpu" if fake else device), fake, quick, full)
 
     @property
     def ops(self) -> PagedOps | None:
-        """Operations on pages; None for the device's own."""
+        """Return the operations on pages; None: the device's default."""
         return PlainOps() if self.fake else None
 
     def capture(self) -> Capture:
         return FakeCapture() if self.fake else CudaCapture(self.device)
 
     def build(self, shape: str, dtype: torch.dtype, implementation: str = attention.NAME) -> Any:
-        """Return a model of one of SHAPES on the device; see `build`."""
+        """Build a model of one of SHAPES on the device; see `build`."""
         return build(shape, self.device, dtype, implementation, self.fake)
 
     def synchronize(self) -> None:
@@ -118,7 +117,7 @@ def made_prompts(count: int, shortest: int, longest: int, seed: int = 9) -> list
 def build(
     shape: str, device: torch.device, dtype: torch.dtype, implementation: str = attention.NAME, tiny: bool = False
 ) -> Any:
-    """Return a model of one of SHAPES in eval mode; the same noise each time, on the same device."""
+    """Build a model of one of SHAPES in eval mode, with the same random weights each time."""
     from transformers import AutoModelForCausalLM
 
     attention.register()
@@ -131,7 +130,7 @@ def build(
 
 @torch.no_grad()
 def build_fp8(shape: str, device: torch.device, tiny: bool = False) -> Any:
-    """Return a model whose layers are merged and then in fp8; no more than one layer is there in bfloat16 at a time."""
+    """Build a model of merged fp8 layers; at most one layer is in bfloat16 at a time."""
     from transformers import AutoModelForCausalLM
 
     from weftline.engine.llm.quantised import quantise_linear
@@ -201,18 +200,18 @@ class Decoding:
     @torch.inference_mode()
     def _seat(self, slots: int) -> None:
         form = self.graphs.form
-        seats = attention.seat_all(self.model, form)
+        seats = attention.attach_pages(self.model, form)
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self.model(input_ids=ids, position_ids=ids, use_cache=False)
         self._layers = [layer for layer in seats if layer.seen]
-        attention.unseat_others(self.model, self._layers)
+        attention.detach_others(self.model, self._layers)
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
         for layer in self._layers:
             layer.bind(slots, like)
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:
-        """Let every sequence have `length` known tokens, whose keys and values are noise: for times."""
+        """Set every sequence to `length` known tokens with random keys and values, for timings."""
         for layer in self._layers:
             for memory in (layer.keys, layer.values):
                 if memory is not None:
@@ -221,7 +220,7 @@ class Decoding:
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> None:
-        """Compute the prompts in rounds of at most PROMPT_ROWS rows, and each one's first token."""
+        """Prefill the prompts in rounds of at most PROMPT_ROWS rows, and sample their first tokens."""
         self.lengths, self.newest = [len(prompt) for prompt in prompts], []
         round_: list[int] = []
         for at, prompt in enumerate(prompts):
@@ -252,7 +251,7 @@ class Decoding:
         self.newest += logits.argmax(-1).tolist()
 
     def launch(self, chained: bool = False) -> Handle:
-        """Start the next round. chained: its tokens are still on the device."""
+        """Launch the next round. chained: its input tokens are still on the device."""
         spans = [Span(row, length - 1, 1, table) for row, (length, table) in enumerate(zip(self.lengths, self.tables))]
         self.lengths = [length + 1 for length in self.lengths]
         places = range(self.batch) if chained else ()

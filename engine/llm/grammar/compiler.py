@@ -47,7 +47,7 @@ _SPACES = r"( |\n{1,2}[ \t]{0,20})"
 
 
 class Pending:
-    """A constraint that is being prepared, or is done."""
+    """Future of a compiled constraint."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -55,7 +55,7 @@ class Pending:
 
     @property
     def ready(self) -> bool:
-        """Whether `result` has an answer."""
+        """Return whether `result` is available."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -63,7 +63,7 @@ class Pending:
         return self._done.wait(timeout_s)
 
     def result(self) -> Grammar:
-        """Return the grammar, which gives each sequence its matcher. Raises RuntimeError before it is ready.
+        """Return the compiled grammar; RuntimeError before it is ready.
 
         InputError: the constraint is wrong or takes too much. LimitReached: no process could be started for it.
         ModelError: the model's tokenizer cannot be constrained. SessionClosed: the compiler was closed.
@@ -78,14 +78,14 @@ class Pending:
         raise error
 
     def finish(self, outcome: Grammar | WeftlineError) -> None:
-        """Make it ready, unless it is."""
+        """Set the outcome, once."""
         if not self.ready:
             self._outcome = outcome
             self._done.set()
 
 
 class GrammarCompiler:
-    """Prepares constraints for one model. `submit` is for any thread, and so is `close`."""
+    """Compile constraints for one model; `submit` and `close` are thread-safe."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class GrammarCompiler:
         self._closed = False
 
     def submit(self, constraint: Constraint) -> Pending:
-        """Return at once; the result comes later, or is there when the constraint is known.
+        """Queue a constraint and return its future without waiting.
 
         LimitReached when too many wait, SessionClosed after `close`.
         """
@@ -135,7 +135,7 @@ class GrammarCompiler:
             return pending
 
     def close(self) -> None:
-        """End the thread and its process; what waits ends with SessionClosed. Prepared grammars stay usable."""
+        """Stop the thread and its process; pending constraints fail with SessionClosed."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -164,7 +164,7 @@ class GrammarCompiler:
         self._trials.kill()
 
     def _forget(self, constraint: Constraint, pending: Pending) -> None:
-        """Leave what failed for a passing reason out of what is known."""
+        """Remove a transient failure from the cache."""
         with self._lock:
             if self._known.get(constraint) is pending:
                 del self._known[constraint]
@@ -183,7 +183,7 @@ class GrammarCompiler:
         return grammar
 
     def _try_beginning(self, grammar: Grammar) -> None:
-        """Raise what the first moves would; what is learnt on the way is there for the first sequence."""
+        """Compute the first mask, to raise its errors early and warm the parser's lexer states."""
         import torch
 
         row = torch.empty(grammar.vocabulary.words, dtype=torch.int32)
@@ -196,7 +196,7 @@ class GrammarCompiler:
 
 
 def _translated(constraint: Constraint) -> str:
-    """Return the constraint as llguidance takes it. InputError for what it would take for something else."""
+    """Translate the constraint for llguidance; InputError where its meaning would change."""
     try:
         from llguidance import LLMatcher, regex_to_lark
     except ImportError:
@@ -216,5 +216,5 @@ def _translated(constraint: Constraint) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a pattern that matches `text` and nothing else."""
+    """Return a pattern that matches exactly `text`."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)

@@ -1,7 +1,6 @@
 """Structured-output constraint of a request: JSON schema, regex, grammar or choice.
 
-A `Constraint` is what a request says about it, checked for size and shape and nothing else; what it means is found out
-by `weftline.engine.llm.grammar.compiler`.
+A `Constraint` is validated for size and shape only; `weftline.engine.llm.grammar.compiler` compiles it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CHOICES_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint of one request, valid once made; InputError says which limit it is over.
+    """A constraint of one request; the constructor raises InputError if it exceeds a limit.
 
     kind:  one of KINDS.
     value: a schema as JSON text, a pattern, or a grammar; the texts of `choice`; empty for `json_object`.
@@ -67,7 +66,7 @@ class Constraint:
 
     @classmethod
     def read(cls, value: object) -> Constraint:
-        """Return the constraint of a request: an object with exactly one of KINDS as its key.
+        """Parse the constraint of a request: an object with exactly one of KINDS as its key.
 
         {"json_schema": {...}}, {"json_object": true}, {"regex": "..."}, {"grammar": "..."} or {"choice": [...]}.
         """
@@ -115,7 +114,7 @@ def _check_schema(text: str) -> None:
 
 
 def _check_nesting(schema: object) -> None:
-    """Refuse deep values; without recursion, and a value that contains itself ends at the limit as well."""
+    """Raise InputError for values nested too deeply; iterative, so cyclic values are refused too."""
     level: list[Any] = [schema]
     for _ in range(NESTING_MAX):
         inside = [part for value in level if isinstance(value, Mapping) for part in value.values()]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.grammar.matcher import Matcher
-from weftline.errors import InputError, ModelError, StepError, WeftlineError
+from weftline.errors import InputError, ModelError, StepError, WeftlineError, first_line
 
 TASK_MIN = 4
 """Fewest matchers that are worth a task of their own for an executor."""
@@ -43,7 +43,7 @@ class Masks:
     failed: dict[int, WeftlineError] = field(default_factory=dict)
 
     def apply(self, logits: Tensor) -> None:
-        """Set what is forbidden to -inf, in place, in `logits` [all rows, size] of any float type, on any device."""
+        """Set forbidden tokens of `logits` [rows, size] to -inf in place; any float dtype and device."""
         if not self.rows:
             return
         if logits.shape[1] != self.size:
@@ -60,13 +60,13 @@ class Masks:
 
 
 def forbidden_here(bits: Tensor) -> Tensor:
-    """Return bool [rows, 32 * words], what `bits` in host memory do not allow; a quarter of the other's memory."""
+    """Unpack host `bits` to the forbidden tokens, bool [rows, 32 * words]."""
     inverse = numpy.invert(bits.numpy()).view(numpy.uint8)  # least significant byte first, as on all we run on
     return torch.from_numpy(numpy.unpackbits(inverse, axis=1, bitorder="little")).view(torch.bool)
 
 
 def forbidden_there(bits: Tensor) -> Tensor:
-    """Return bool [rows, 32 * words], what `bits` on any device do not allow, computed there."""
+    """Unpack `bits` on their device to the forbidden tokens, bool [rows, 32 * words]."""
     places = torch.arange(32, device=bits.device, dtype=torch.int32)
     return ((bits[:, :, None] >> places) & 1).eq(0).flatten(1)
 
@@ -78,7 +78,7 @@ def fill_masks(
     tasks_max: int = TASKS_MAX,
     pinned: bool = False,
 ) -> Masks:
-    """Return the masks of a round; the state of the matchers does not change. Their errors are in `failed`.
+    """Compute the masks of a round without changing the matchers; errors are in `failed`.
 
     matchers: one for each sequence, None where it is not constrained.
     drafts:   the tokens each sequence is to be checked with, empty for none. A sequence with k drafts has k + 1 rows,
@@ -107,7 +107,7 @@ def fill_masks(
 
 
 def apply_masks(logits: Tensor, matchers: Sequence[Matcher | None]) -> dict[int, WeftlineError]:
-    """Set what may not come next to -inf in `logits` [len(matchers), vocabulary]; return which rows failed, and why.
+    """Mask `logits` [len(matchers), vocabulary] in place; return the errors of failed rows.
 
     Rows without a matcher, and rows that failed, are left as they are.
     """
@@ -124,7 +124,7 @@ class _Job:
     drafts: Sequence[int]
 
     def fill(self) -> int:
-        """Fill the rows, return how many drafts are allowed, and put the matcher back."""
+        """Fill the rows, return the number of allowed draft tokens, and roll the matcher back."""
         taken = 0
         self.matcher.fill(self.rows[0])
         try:
@@ -163,7 +163,7 @@ def _fill_all(jobs: list[_Job]) -> list[tuple[int, int | WeftlineError]]:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer for the parser.
+    """Tokenizer tables for the parser.
 
     tokenizer: llguidance's.   size: columns of the logits.   words: 32-bit words of a mask's row.
     ends:      tokens that end a text.   silent: ids below `size` that are not text, `ends` among them.
@@ -179,7 +179,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabulary | ModelError:
-    """Return the tokenizer's tables, or an error; takes about a second for 150 000 tokens."""
+    """Build the tokenizer's tables, or return an error; about a second for 150 000 tokens."""
     from llguidance.hf import from_tokenizer
 
     known = len(tokenizer)
@@ -191,8 +191,7 @@ def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabula
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's own panics are no Exceptions
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ModelError(f"structured output: the model's tokenizer cannot be used: {reason:.200}")
+        return ModelError(f"structured output: the model's tokenizer cannot be used: {first_line(error):.200}")
     words = (max(known, size) + 31) // 32
     bits = torch.ones(words * 32, dtype=torch.bool)
     bits[sorted(silent)] = False

@@ -15,7 +15,7 @@ The parser's error messages name its own parts and limits. `explain` translates 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ before RENEW_MAKINGS times what it took to make it."""
 
 
 class Grammar:
-    """A compiled constraint; any number of sequences share it. For one thread at a time, like its matchers' making."""
+    """A compiled constraint, shared by any number of sequences. Not thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary, text: str) -> None:
         self.vocabulary = vocabulary
@@ -57,7 +57,7 @@ class Grammar:
         self._fresh, self._making_ms = timed(self.parser)
 
     def parser(self) -> Any:
-        """Return a parser at the start that shares nothing; does not hold the interpreter while it is made.
+        """Create a parser with unshared state, in the start state; releases the GIL meanwhile.
 
         InputError when the grammar is over a limit or wrong.
         """
@@ -69,33 +69,33 @@ class Grammar:
         return made
 
     def matcher(self) -> Matcher:
-        """Return a matcher at the start, in microseconds but when it is time to forget."""
+        """Create a matcher in the start state; takes microseconds unless the shared state is renewed."""
         if self._spent_ms > max(RENEW_MS, RENEW_MAKINGS * self._making_ms):
             return Matcher(self, self.renew())
         return Matcher(self, self._fresh.deep_copy())
 
     def note(self, took_ms: float) -> None:
-        """Count the processor time of a matcher's move."""
+        """Add the processor time of a matcher's move."""
         self._spent_ms += took_ms
 
     def renew(self) -> Any:
-        """Return a parser that shares nothing with those handed out so far; later matchers share with it."""
+        """Replace the shared parser state; return a parser of the new state."""
         fresh = self.parser()
         self._fresh, self._spent_ms = fresh, 0.0
         return fresh.deep_copy()
 
 
 def timed(make: Callable[[], Any]) -> tuple[Any, float]:
-    """Return what `make` returns, and the processor time it took, in milliseconds."""
+    """Call `make`; return its result and its processor time in milliseconds."""
     began = time.thread_time()
     made = make()
     return made, (time.thread_time() - began) * 1e3
 
 
 class Matcher:
-    """One sequence's place in its grammar. For one thread at a time; raises InputError when a limit is reached.
+    """Parser state of one sequence. Not thread-safe; raises InputError at a limit.
 
-    After an error it is of no more use, and its request has failed.
+    After an error it cannot be used, and its request has failed.
     """
 
     def __init__(self, grammar: Grammar, parser: Any) -> None:
@@ -130,9 +130,9 @@ class Matcher:
         return self._ended or bool(self._parser.is_stopped() and self._parser.is_accepting())
 
     def fill(self, row: Tensor) -> None:
-        """Write which tokens may come next to `row`, int32 [words] in host memory: bit i % 32 of word i // 32.
+        """Write the mask of allowed tokens to `row`, int32 [words] on the host: bit i % 32 of word i // 32.
 
-        At least one bit is set. Does not hold the interpreter while it computes. After the end, only ends are allowed.
+        At least one bit is set. Releases the GIL while computing. After the end, only end tokens are allowed.
         """
         shape, words = tuple(row.shape), self.words  # the parser writes to an address, whatever is there
         if shape != (words,) or row.element_size() != 4 or row.is_cuda or not row.is_contiguous():
@@ -154,7 +154,7 @@ class Matcher:
             raise InputError(f"{WHERE} no token of this model can go on from here; change it")
 
     def accept(self, token: int) -> bool:
-        """Take the next token of the answer; False, and nothing changes, when the grammar does not allow it."""
+        """Advance by one token; return False without a change if the grammar forbids it."""
         vocabulary = self._vocabulary
         if self._ended or not 0 <= token < vocabulary.size:
             return False
@@ -181,7 +181,7 @@ class Matcher:
         return taken
 
     def rollback(self, tokens: int) -> None:
-        """Undo the last `tokens` accepted tokens, as if they had never come."""
+        """Undo the last `tokens` accepted tokens."""
         if not 0 <= tokens <= len(self._tokens):
             raise ValueError(f"cannot take back {tokens} tokens of {len(self._tokens)}")
         if tokens == 0:
@@ -193,32 +193,9 @@ class Matcher:
             self._parser.rollback(parsed)
             self._check()
 
-    def count(self, drafts: Sequence[int]) -> int:
-        """Return how many of `drafts` could be accepted one after the other; changes nothing."""
-        taken = 0
-        try:
-            for token in drafts:
-                if not self.accept(token):
-                    break
-                taken += 1
-        finally:
-            self.rollback(taken)
-        return taken
-
-    def forced(self) -> list[int]:
-        """Return tokens that must come next whatever the model says, as the tokenizer would spell them; often none."""
-        if self._ended:
-            return []
-        with self._timed():
-            tokens = self._parser.compute_ff_tokens()
-            self._check()
-        ids = [int(token) for token in tokens]
-        wrong = next((at for at, token in enumerate(ids) if token in self._vocabulary.silent), len(ids))
-        return ids[:wrong]
-
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count a move and its processor time, which other processes do not affect."""
+        """Count a move and its processor time; InputError above a limit."""
         began = time.thread_time()
         yield
         took_ms = (time.thread_time() - began) * 1e3
@@ -235,7 +212,7 @@ class Matcher:
         return bool(self._parser.try_consume_tokens([token]) == 1)
 
     def _revive(self) -> None:
-        """Start again with fresh state and the same tokens, once; others may have used up what was shared.
+        """Restart once with fresh state and the same tokens, since other sequences may have exhausted the shared state.
 
         Not for what is never shared, nor where taking the same tokens again would take long.
         """

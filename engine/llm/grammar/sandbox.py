@@ -75,7 +75,7 @@ class TrialProcess:
             ) from None
 
     def kill(self) -> None:
-        """End the process at once; the next trial starts another."""
+        """Kill the process; the next trial starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -85,7 +85,7 @@ class TrialProcess:
                     pipe.close()
 
     def close(self) -> None:
-        """End the process, whatever it does, and start no more; a trial that waits for it ends with SessionClosed."""
+        """Kill the process and refuse further trials; a waiting trial fails with SessionClosed."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -146,7 +146,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def confine(parent: int, memory_bytes: int) -> None:
-    """Limit this process, and tie its life to that of the thread that started it."""
+    """Set this process's resource limits and its parent-death signal."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -157,7 +157,7 @@ def confine(parent: int, memory_bytes: int) -> None:
 
 
 def main() -> None:
-    """Answer lines until there are no more."""
+    """Compile one grammar per input line until end of file."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     from weftline.engine.llm.grammar.matcher import LIMITS

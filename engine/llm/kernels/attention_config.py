@@ -35,7 +35,7 @@ round may have sequences is padded to all of those, so its rows for each say lit
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """The sizes of one compiled form.
+    """Tile sizes and launch parameters of one compiled attention kernel.
 
     lanes:     pairs of a row and a query head in a tile; at least 16, the smallest matrix that GPUs multiply.
     step_keys: keys read at a time.
@@ -82,14 +82,14 @@ _FLOAT32 = {
 
 
 def width_tile(width: int) -> int:
-    """Return the tile that holds a head of `width`: a power of two, the rest is masked."""
+    """Return the tile width of a head: the next power of two, at least 16; the rest is masked."""
     return max(16, power_of_two(width))
 
 
 def attention_config(
     rows: int, sequences: int, group: int, width: int, number_bytes: int, arch: int, bits: bool = False
 ) -> AttentionConfig:
-    """Return the sizes for a padded round.
+    """Select the tile sizes for a padded round.
 
     rows, sequences: of the padded round.   group: query heads that share a key head.   width: the larger of a head's.
     number_bytes:    of the query's numbers, 2 or 4.   arch: such as 80 or 90.   bits: float8 is read bit by bit.
@@ -103,12 +103,12 @@ def attention_config(
 
 
 def splits_for(sequences: int, kv_heads: int) -> int:
-    """Return into how many splits a sequence can be cut at most, a power of two."""
+    """Return the largest number of splits of a sequence, a power of two."""
     wanted = max(PROGRAMS // (sequences * kv_heads), 1)
     return min(max(1 << (wanted.bit_length() - 1), SPLITS_MIN), SPLITS_MAX)
 
 
 def split_keys_for(sequences: int, kv_heads: int) -> int:
-    """Return the fewest keys worth a split: the fewer programs there are, the shorter their walks."""
+    """Return the fewest keys of one split; fewer programs get shorter splits."""
     pairs = sequences * kv_heads
     return next((keys for most, keys in _SPLIT_KEYS if pairs <= most), SPLIT_KEYS_MANY)

@@ -26,7 +26,7 @@ from weftline.engine.llm.kernels.launch import jit, jit_unspecialised
 def seen_steps(
     first_position: tl.tensor, last_position: tl.tensor, WINDOW: tl.constexpr, STEP_KEYS: tl.constexpr
 ) -> tl.tensor:
-    """Return (first key seen, first key of the walk, steps) of rows at these positions; the walk begins at a step."""
+    """Return (first visible key, first key of the loop, loop steps) of rows at these positions."""
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first_position - WINDOW + 1, 0)
@@ -38,7 +38,7 @@ def seen_steps(
 def split_plan(
     rows: tl.tensor, steps: tl.tensor, splits: tl.tensor, split_steps: tl.tensor, SPLIT_ROWS: tl.constexpr
 ) -> tl.tensor:
-    """Return (splits in use, steps of each) for a sequence's tile of `rows` that walks over `steps`."""
+    """Return (used splits, steps per split) for a tile of `rows` that loops over `steps`."""
     wanted = tl.minimum((steps + split_steps - 1) // split_steps, splits)
     wanted = tl.where(rows <= SPLIT_ROWS, tl.maximum(wanted, 1), 1)
     each = (steps + wanted - 1) // wanted
@@ -104,7 +104,7 @@ def attend_tiles(
     BITS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """Attend one tile (program axis 0, last tiles first: they see most) for one key head (1) and one split (2)."""
+    """Compute attention of one tile (program axis 0, longest first), key head (1) and split (2)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -230,7 +230,7 @@ def join_splits(
     SPLITS_TILE: tl.constexpr,
     SPLIT_ROWS: tl.constexpr,
 ) -> None:
-    """Put together the parts of all rows of one sequence (program axis 0) and query head (1), if it was split."""
+    """Combine the splits of one sequence (program axis 0) and query head (1) by their log-sum-exp."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row_start = tl.load(row_starts + sequence)

@@ -18,7 +18,7 @@ ARCH_MIN = (8, 0)
 
 
 def available(device: torch.device | str) -> str | None:
-    """Return None when the kernels can be used on `device`, else the reason, as a phrase that can follow a colon."""
+    """Return None if the kernels can run on `device`, else the reason as a phrase."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"the kernels are made for CUDA devices, this one is {device.type}"
@@ -38,7 +38,7 @@ def available(device: torch.device | str) -> str | None:
 
 
 def _cannot_build() -> str | None:
-    """Return why Triton cannot build the C code that starts its kernels, None when it can.
+    """Return the reason why Triton cannot compile its C launcher, or None.
 
     It looks for a compiler as `triton.runtime.build` does, and its code includes Python's header.
     """

@@ -12,8 +12,8 @@ number is left: after 5 to 8 passes for logits of usual shape, after 17 in any c
 Where all tokens that can be kept are few, as they are for logits of usual shape, they are collected first: three passes
 over the row, and all others over what was collected. A row pays only for the narrowing that it asks for.
 
-The token is the largest scaled logit + Gumbel noise among those kept, from the same hash as in
-`weftline.engine.llm.sampling.noise`. Equal scores: the lowest token. Tokens with equal logits stay or go together.
+The token is the largest scaled logit + Gumbel noise among those kept, from the same hash as the
+reference. Equal scores: the lowest token. Tokens with equal logits stay or go together.
 A row with NaN or infinity gives a token where it has one; a row of -inf gives token 0. Both must be refused by the
 caller, as must the reference's.
 
@@ -38,7 +38,7 @@ COLD = tl.constexpr(1e-5)
 _BELOW_ALL = tl.constexpr(-2139095042)
 """One less than the order number of minus infinity."""
 _TOKENS, _SHARES, _TYPICAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# the numbers of weftline.engine.llm.sampling.noise
+# the numbers of weftline.engine.llm.sampling.draw
 _GOLDEN_64, _FIRST_64 = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND_64 = tl.constexpr(0x94D049BB133111EB)
 _GOLDEN_32, _FIRST_32, _SECOND_32 = tl.constexpr(0x9E3779B1), tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
@@ -47,21 +47,21 @@ _STEP, _LARGEST, _SMALL = tl.constexpr(2.0**-31), tl.constexpr(1 - 2.0**-24), tl
 
 @jit
 def order_of(numbers: tl.tensor) -> tl.tensor:
-    """Return int32 that sort as float32 `numbers` do; both zeros have the same. No NaN."""
+    """Map float32 to int32 of the same order; both zeros map to one value. NaN is not allowed."""
     bits = tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @jit
 def scaled_logits(logits: tl.tensor, at: tl.tensor, vocabulary: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """Return logits / temperature; infinity for NaN, minus infinity behind the row's end."""
+    """Load logits / temperature; NaN becomes inf, elements after the row's end -inf."""
     numbers = tl.load(logits + at, mask=at < vocabulary, other=float("-inf"))
     return tl.div_rn(tl.where(numbers != numbers, float("inf"), numbers), temperature)
 
 
 @jit
 def mix64(value: tl.tensor) -> tl.tensor:
-    """Return the finalizer of SplitMix64, for uint64."""
+    """Apply the 64-bit finalizer of SplitMix64 to uint64."""
     value = (value ^ (value >> 30)) * _FIRST_64
     value = (value ^ (value >> 27)) * _SECOND_64
     return value ^ (value >> 31)
@@ -69,7 +69,7 @@ def mix64(value: tl.tensor) -> tl.tensor:
 
 @jit
 def log_waits(tokens: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) -> tl.tensor:
-    """Return float32, the logarithms of waits at rate 1 of int32 `tokens`; keys: uint32."""
+    """Return log(-log(1 - u)) of int32 `tokens`, float32; keys: uint32."""
     bits = (tokens.to(tl.uint32) * _GOLDEN_32) ^ first_key
     bits = (bits ^ (bits >> 16)) * _FIRST_32
     bits = ((bits ^ (bits >> 15)) + second_key) * _SECOND_32
@@ -81,7 +81,7 @@ def log_waits(tokens: tl.tensor, first_key: tl.tensor, second_key: tl.tensor) ->
 
 @jit
 def typical_order(numbers: tl.tensor, top: tl.tensor, log_total: tl.tensor, expected: tl.tensor) -> tl.tensor:
-    """Return the order numbers of minus the distance of each surprise from the `expected` one."""
+    """Return the order numbers of -|surprise - expected|, the score of typical sampling."""
     return order_of(-tl.abs(log_total - (numbers - top) - expected))
 
 
@@ -98,7 +98,7 @@ def is_enough(
     limited: tl.tensor,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """Return whether the `tokens` above `cut`, of this `weight`, fit into a tile and have all that can be kept."""
+    """Return whether the `tokens` above `cut` (total `weight`) fit a tile and include every kept token."""
     by_min_p = (min_p > 0.0) & (top + tl.log(tl.where(min_p > 0.0, min_p, 1.0)) > cut)
     by_top_p = (top_p < 1.0) & (weight >= top_p * total)
     # with top-k, top-p is of what top-k leaves
@@ -212,7 +212,7 @@ def draw_rows(
     vocabulary: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Draw the token of one row (program axis 0). values, names: [rows, TILE], where tokens are collected."""
+    """Sample the token of one row (program axis 0). values, names: [rows, TILE], collected candidates."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_row
     temperature = tl.load(temperatures + row)
@@ -372,7 +372,7 @@ def draw_tokens(
     min_p: Tensor | None = None,
     typical_p: Tensor | None = None,
 ) -> Tensor:
-    """Return int64 [rows], a token for each row of `logits`, float32 [rows, vocabulary] with dense rows.
+    """Sample a token per row, int64 [rows]; logits: float32 [rows, vocabulary] with dense rows.
 
     The rest as in `weftline.engine.llm.sampling.draw.DrawSettings`.
     """
@@ -392,7 +392,7 @@ def draw_launch(
     typical_p: Tensor | None = None,
     tile: int = TILE,
 ) -> tuple[Tensor, Launch]:
-    """Return the tokens' tensor, not yet filled, and the launch that fills it; see `draw_tokens`.
+    """Prepare the launch of `draw_tokens`; return its uninitialised output and the launch.
 
     There are two compiled forms: for rounds that narrow, in which what is None is switched off, and for others.
     """

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from weftline.engine.llm.kernels.draw import draw_launch
+from weftline.engine.llm.kernels.float8 import quantise_launch
 from weftline.engine.llm.kernels.launch import FLOAT8, Launch
-from weftline.engine.llm.kernels.norms import add_norm_launch, norm_launch
 from weftline.engine.llm.kernels.paged_attention import attention_launches
-from weftline.engine.llm.kernels.quantise_rows import quantise_launch
 from weftline.engine.llm.kernels.rotate import rotate_launch
-from weftline.engine.llm.kernels.silu_mul import gate_launch
+from weftline.engine.llm.kernels.rows import add_norm_launch, gate_launch, norm_launch
 from weftline.engine.llm.kernels.write_pages import write_launch
 
 ARCHS = (80, 90, 100)
@@ -30,7 +29,7 @@ _NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32", FLOAT8: "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """One form for one architecture; `brief` ones are enough to see that everything compiles."""
+    """A compiled kernel variant for one architecture; brief: in the subset that covers every kernel."""
 
     name: str
     arch: int
@@ -39,7 +38,7 @@ class KernelForm:
 
 
 def forms(arch: int) -> Iterator[KernelForm]:
-    """Yield every form for an architecture, of the newest one only brief ones; names are unique."""
+    """Yield the forms of an architecture; only brief ones for the newest. Names are unique."""
     return (form for form in _forms(arch) if form.brief or arch < ARCHS[-1])
 
 

@@ -32,7 +32,7 @@ MEMORY_BYTES = 24 << 30
 
 @dataclass(frozen=True, slots=True)
 class KernelTiming:
-    """One line: `rate` is in GB/s of keys and values read when decoding, in TFLOP/s of two products for prompts."""
+    """A timing; rate: GB/s of keys and values read (decode) or TFLOP/s of both products (prefill)."""
 
     name: str
     median_us: float
@@ -43,7 +43,7 @@ class KernelTiming:
 
 
 def run_checks(device: torch.device, random_rounds: int) -> dict[str, str]:
-    """Return what is wrong, by the name of the check; empty when all is right."""
+    """Run all checks; return the failures by name."""
     from weftline.engine.llm.kernels.checks import all_checks
 
     wrong = {}
@@ -64,7 +64,7 @@ def run_checks(device: torch.device, random_rounds: int) -> dict[str, str]:
 
 
 def graph_error(device: torch.device) -> float:
-    """Capture attention once, replay it for rounds of other lengths, and return the largest difference."""
+    """Replay one captured attention graph for rounds of other lengths; return the largest error."""
     from weftline.engine.llm.kernels import reference
     from weftline.engine.llm.kernels.paged_attention import paged_attention
 
@@ -92,7 +92,7 @@ def graph_error(device: torch.device) -> float:
 
 
 def time_us(call: Callable[[int], object], bytes_each: int) -> tuple[float, float, float]:
-    """Return (median, low, high) microseconds of `call(i)`, captured for as many i as there is memory for."""
+    """Return (median, low, high) microseconds per `call(i)` in one captured graph."""
     import triton  # type: ignore[import-untyped]
 
     copies = max(1, min(CALLS, MEMORY_BYTES // max(bytes_each, 1)))
@@ -109,7 +109,7 @@ def time_us(call: Callable[[int], object], bytes_each: int) -> tuple[float, floa
 
 
 def time_copy(device: torch.device) -> KernelTiming:
-    """Measure a copy of 1 GiB: what reading and writing reach on this GPU."""
+    """Measure the memory bandwidth of this GPU by a copy of 1 GiB."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = time_us(lambda i: target.copy_(source), 0)
@@ -125,7 +125,7 @@ def _pages(device: torch.device, slots: int, dtype: torch.dtype, copies: int) ->
 
 
 def time_decode(device: torch.device, batch: int, context: int, page_dtype: torch.dtype) -> KernelTiming:
-    """Measure one row for each of `batch` sequences of `context` tokens, over pages in random order."""
+    """Time decode attention of `batch` sequences of `context` tokens, with pages in random order."""
     from weftline.engine.llm.kernels.paged_attention import paged_attention
 
     each = -(-context // PAGE)
@@ -149,7 +149,7 @@ def time_decode(device: torch.device, batch: int, context: int, page_dtype: torc
 
 
 def time_prefill(device: torch.device, batch: int, length: int) -> list[KernelTiming]:
-    """Measure `batch` prompts of `length` tokens from their start; ours, and torch's attention without pages."""
+    """Time prefill attention of `batch` prompts of `length` tokens, paged and torch's own."""
     from weftline.engine.llm.kernels.paged_attention import paged_attention
 
     each = -(-length // PAGE)
@@ -174,7 +174,7 @@ def time_prefill(device: torch.device, batch: int, length: int) -> list[KernelTi
 
 
 def main(arguments: list[str]) -> int:
-    """Run everything and print it; returns the exit code."""
+    """Run all checks and timings, print them, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m weftline.engine.llm.kernels.gpu_check")
     parser.add_argument("--random", type=int, default=40, help="random rounds on top of the chosen ones")
     options = parser.parse_args(arguments)

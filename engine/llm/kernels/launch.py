@@ -22,7 +22,7 @@ jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
 def jit_unspecialised(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Return `triton.jit` for a kernel whose arguments `names` differ between rounds.
+    """Return `triton.jit` without specialisation on the arguments `names`, which vary per round.
 
     Triton compiles a kernel anew for an integer that is 1 or a multiple of 16, and for an address that is one or is
     not; serving must not wait for a compiler.
@@ -41,7 +41,7 @@ FLOAT8_ARCH = 89
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch.
+    """A kernel launch as a value.
 
     arguments: by the name of the kernel's parameter, compile-time ones included.
     warps:     of 32 threads, in each program.
@@ -55,19 +55,19 @@ class Launch:
     stages: int = 1
 
     def run(self) -> None:
-        """Start the kernel on the current stream; returns before it has ended."""
+        """Launch the kernel on the current stream; does not wait for it."""
         if 0 not in self.grid:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
 def run_all(launches: Sequence[Launch]) -> None:
-    """Start the kernels one after the other."""
+    """Launch the kernels in order."""
     for launch in launches:
         launch.run()
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the architecture of a CUDA device as one number, such as 90; of others (the interpreter's) the newest."""
+    """Return the compute capability as one number, such as 90; 90 for devices other than CUDA."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -75,16 +75,16 @@ def arch_of(device: torch.device) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not less: the sizes that Triton's tiles can have."""
+    """Return the smallest power of two that is at least `number`, as Triton's tiles require."""
     return 1 << (number - 1).bit_length()
 
 
 def need(holds: bool, what: str) -> None:
-    """Raise ValueError saying `what` unless it holds; for shapes and dtypes that a caller passed."""
+    """Raise ValueError(what) unless `holds`; for a caller's shapes and dtypes."""
     if not holds:
         raise ValueError(what)
 
 
 def as_bytes(pages: Tensor, arch: int) -> Tensor:
-    """Return float8 pages as uint8 where the architecture cannot read them as what they are."""
+    """View float8 pages as uint8 on architectures without float8 conversion."""
     return pages.view(torch.uint8) if pages.dtype == FLOAT8 and arch < FLOAT8_ARCH else pages

@@ -47,7 +47,7 @@ def paged_attention(
     out: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Return softmax(q k' scale) v of each row, [rows, heads, value width], of the query's dtype.
+    """Compute softmax(q k' scale) v over KV pages, [rows, heads, value width] of the query's dtype.
 
     query:       [rows, heads, width], float16, bfloat16 or float32; any strides with dense heads.
     keys:        [kv_heads, slots, width], values: [kv_heads, slots, value width]; of those dtypes or float8_e4m3fn.
@@ -88,7 +88,7 @@ def attention_launches(
     arch: int | None = None,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, list[Launch]]:
-    """Return the result's tensor, not yet filled, and the launches that fill it; see `paged_attention`.
+    """Prepare the launches of `paged_attention`; return its uninitialised output and the launches.
 
     arch: compile for it instead of the query's device.   config: sizes other than the table's.
     """
@@ -170,7 +170,7 @@ def attention_launches(
 
 
 def check_scale(name: str, scale: Tensor | None, kv_heads: int) -> None:
-    """Raise ValueError unless `scale` is None or float32, one number or one for each key head."""
+    """Raise ValueError unless `scale` is None or float32 with one element in all or per key head."""
     good = scale is None or (scale.dtype == torch.float32 and scale.dim() == 1 and scale.shape[0] in (1, kv_heads))
     need(good and (scale is None or scale.is_contiguous()), f"{name}: wants dense float32 [1] or [{kv_heads}]")
 

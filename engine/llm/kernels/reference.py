@@ -23,7 +23,7 @@ def attention(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return attention over pages, float64 [rows, heads, value width]; arguments as in `paged_attention`.
+    """Compute paged attention in float64, [rows, heads, value width]; arguments of `paged_attention`.
 
     Rows of no sequence are NaN.
     """
@@ -59,7 +59,7 @@ def attention(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [rows, heads, width] with its first numbers rotated by cos, sin [rows, rotary width], as float64.
+    """Apply rotary embedding cos, sin [rows, rotary width] to x [rows, heads, width], in float64.
 
     In halves: number i turns with number i + rotary width / 2 (Su and others 2021, in the order of the Llama weights).
     """
@@ -70,14 +70,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_normed(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool) -> Tensor:
-    """Return x over the root of its mean square, times the weight (Zhang and Sennrich 2019), as float64."""
+    """Compute the RMS norm (Zhang and Sennrich 2019) in float64."""
     wide = x.double()
     factor = weight.double() + 1 if plus_one else weight.double()
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * factor
 
 
 def gated(merged: Tensor, tanh_gelu: bool) -> Tensor:
-    """Return act(gate) * up of merged [rows, 2 * inner], as float64."""
+    """Compute act(gate) * up of merged [rows, 2 * inner], in float64."""
     gate, up = merged.double().chunk(2, -1)
     if tanh_gelu:
         return torch.nn.functional.gelu(gate, approximate="tanh") * up
@@ -85,7 +85,7 @@ def gated(merged: Tensor, tanh_gelu: bool) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, inf where either is not finite; relative where expected numbers are above 1."""
+    """Return the largest error, relative above magnitude 1; inf if a value is not finite."""
     if not (torch.isfinite(found).all() and torch.isfinite(expected).all()):
         return float("inf")
     return float(((found.double() - expected).abs() / expected.abs().clamp(min=1.0)).max()) if found.numel() else 0.0

@@ -2,20 +2,103 @@
 
     python -m weftline.engine.llm.kernels.report [docs/kernels.md]
 
-Needs no GPU; some minutes on one core the first time, since Triton keeps what it has compiled.
+Needs no GPU and no driver: launches of `meta` tensors are compiled ahead of time, under the assumption that tensors are
+aligned to 16 bytes, as torch's are. The assembler of Triton reports registers, spilled bytes and shared memory. Takes
+some minutes on one core the first time; Triton caches compiled kernels.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
 from weftline.engine.llm.kernels.forms import ARCHS, KernelForm, forms
-from weftline.engine.llm.kernels.resources import Resources, resources
+from weftline.engine.llm.kernels.launch import Launch
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Resource usage of one program of a kernel.
+
+    registers:    32-bit registers of a thread.
+    spill_bytes:  stores of a thread to memory for lack of registers.
+    shared_bytes: shared memory of the program.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def resources(launch: Launch, arch: int) -> Resources:
+    """Compile `launch` for `arch`, such as 90; errors of Triton and the assembler propagate."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for at, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        special = not parameter.do_not_specialize
+        kind = "constexpr" if parameter.is_constexpr else _kind(value, special)
+        signature[parameter.name] = kind
+        if kind == "constexpr":
+            constants[parameter.name] = value
+        elif special and (isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)):
+            attributes[(at,)] = _ALIGNED
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, spill_bytes = _assembled(made.asm["ptx"], arch)
+    return Resources(registers, spill_bytes, made.metadata.shared)
+
+
+def _kind(value: Any, special: bool) -> str:
+    """Return Triton's type name of an argument; None and, if `special`, 1 are compile-time constants."""
+    if value is None or (special and isinstance(value, int) and value == 1):
+        return "constexpr"
+    if isinstance(value, Tensor):
+        return _POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _assembled(ptx: str, arch: int) -> tuple[int, int]:
+    """Assemble `ptx`; return (registers, spilled bytes) of a thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "kernel.ptx")
+        written.write_text(ptx)
+        target = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        tools = triton.knobs.nvidia
+        assembler = tools.ptxas_blackwell if arch >= 100 else tools.ptxas  # as Triton chooses
+        command = [assembler.path, "-v", target, str(written), "-o", str(written.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.search(r"(\d+) bytes spill stores", said)
+    if registers is None or spilled is None:
+        raise RuntimeError(f"the assembler's report was not understood: {said[:200]!r}")
+    return int(registers[1]), int(spilled[1])
+
 
 _ROW = re.compile(r"^\| ([^|]+) \| sm_(\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.MULTILINE)
 _HEAD = """# Triton kernels
@@ -73,7 +156,7 @@ _COLUMNS = """| form | for | warps | registers of a thread | bytes spilled | sha
 
 
 def page(found: Iterable[tuple[KernelForm, Resources]]) -> str:
-    """Return docs/kernels.md."""
+    """Render docs/kernels.md."""
     lines = [
         f"| {form.name} | sm_{form.arch} | {form.launch.warps} | {taken.registers} | {taken.spill_bytes} "
         f"| {taken.shared_bytes} | {form.launch.stages} |\n"
@@ -84,7 +167,7 @@ def page(found: Iterable[tuple[KernelForm, Resources]]) -> str:
 
 
 def recorded(text: str) -> tuple[str, dict[tuple[str, int], Resources]]:
-    """Return (Triton's version, what each form and architecture took) from the text of docs/kernels.md."""
+    """Parse docs/kernels.md: (Triton's version, resources by form and architecture)."""
     version = re.search(r"^Compiled with Triton ([\w.+]+);", text, re.MULTILINE)
     rows = {
         (name, int(arch)): Resources(int(registers), int(spilled), int(shared))

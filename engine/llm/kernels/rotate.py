@@ -25,7 +25,7 @@ def turned(
     WIDTH: tl.constexpr,
     ROTARY: tl.constexpr,
 ) -> tl.tensor:
-    """Return the head at `x`, its first ROTARY numbers rotated, in its own dtype."""
+    """Load the head at `x` and rotate its first ROTARY elements, in its dtype."""
     HALF: tl.constexpr = ROTARY // 2
     kept = tl.load(x + at, mask=at < WIDTH, other=0.0)
     dtype: tl.constexpr = kept.dtype
@@ -74,7 +74,7 @@ def rotate_and_write_rows(
     FLOAT8: tl.constexpr,
     BITS: tl.constexpr,
 ) -> None:
-    """Rotate one query head of a row, or rotate and write one key head: program axis 0 is the row, 1 the heads."""
+    """Rotate a query head, or rotate and write a key head; program axis 0: row, 1: head."""
     row = tl.program_id(0).to(tl.int64)
     job = tl.program_id(1)
     cos += row * cos_row
@@ -109,7 +109,7 @@ def rotate_and_write(
     value_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate query and key by their positions, write key and value as `write_pages` does, and return the query.
+    """Apply rotary embedding to query and key, write key and value to pages, return the query.
 
     query: [rows, heads, width]; any strides with dense heads.
     cos, sin: [rows, rotary width], of any float dtype; rotary width is even and at most width, numbers behind it stay.
@@ -134,7 +134,7 @@ def rotate_launch(
     out: Tensor | None = None,
     arch: int | None = None,
 ) -> tuple[Tensor, Launch]:
-    """Return the rotated query's tensor, not yet filled, and the launch that fills it; see `rotate_and_write`."""
+    """Prepare the launch of `rotate_and_write`; return its uninitialised output and the launch."""
     rows, heads, width = query.shape
     shared = write_arguments(key, value, keys, values, slots, key_scale, value_scale, arch)
     rotary = cos.shape[1]

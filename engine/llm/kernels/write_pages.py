@@ -86,7 +86,7 @@ def write_launch(
     value_scale: Tensor | None = None,
     arch: int | None = None,
 ) -> Launch:
-    """Return the launch of `write_pages`. arch: compile for it instead of the pages' device."""
+    """Prepare the launch of `write_pages`. arch: compile for it instead of the pages' device."""
     shared = write_arguments(key, value, keys, values, slots, key_scale, value_scale, arch)
     return Launch(write_rows, (key.shape[0], key.shape[1]), shared, warps=1)
 
@@ -101,7 +101,7 @@ def write_arguments(
     value_scale: Tensor | None,
     arch: int | None,
 ) -> dict[str, object]:
-    """Check what all kernels that write pages take, and return it by the name of their parameters."""
+    """Check the arguments of kernels that write pages; return them by parameter name."""
     rows, kv_heads, width = key.shape
     value_width = value.shape[2]
     need(

@@ -35,7 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 
 @dataclass(slots=True)
 class _Loaded:
-    """An adapter in its slot; `serial` counts all that were ever loaded, `users` the requests that run with it."""
+    """A loaded adapter. serial: number of its load. users: requests that hold it."""
 
     slot: int
     serial: int
@@ -44,7 +44,7 @@ class _Loaded:
 
 
 class Adapters:
-    """The adapters of `model`, at most `slots_max` of them; slots are numbered from 1, and 0 is the model as it is.
+    """Up to `slots_max` LoRA adapters of `model`; slots count from 1, slot 0 is the base model.
 
     version: rises when memory of adapters moved; a CUDA graph of an older version must not be replayed.
     """
@@ -62,21 +62,16 @@ class Adapters:
         self._serial = 0
 
     def names(self) -> list[str]:
-        """Return the names that requests can ask for, oldest first."""
+        """Return the names available to requests, oldest first."""
         return [name for name, loaded in self._loaded.items() if not loaded.leaving]
 
     def slot(self, name: str) -> int:
-        """Return the slot of a loaded adapter; InputError when there is none of that name."""
+        """Return the slot of a loaded adapter; InputError for an unknown name."""
         return self._known(name).slot
 
     def salt(self, name: str) -> bytes:
-        """Return what tells this load of `name` from all others: keys and values of one must not serve another."""
+        """Return the prefix cache salt of this load of `name`: loads do not share keys and values."""
         return f"\0adapter {self._known(name).serial}".encode()
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the bytes of adapter memory: all slots of every layer that has had an adapter."""
-        return sum(layer.size_bytes for layer in self._layers.values())
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -94,7 +89,7 @@ class Adapters:
 
     @torch.inference_mode(mode=False)  # what is made inside that mode could not be written outside of it
     def add(self, name: str, adapter: Adapter) -> int:
-        """Do what `load` does, with an adapter that was read elsewhere, such as in another thread."""
+        """Load an adapter that was already read, for example in another thread; see `load`."""
         self._check_name(name)
         places = self._fit(name, adapter)
         taken = {loaded.slot for loaded in self._loaded.values()}
@@ -111,31 +106,26 @@ class Adapters:
         return slot
 
     def drop(self, name: str) -> bool:
-        """Take an adapter away; True when its slot is free at once.
+        """Unload an adapter; return True if its slot is free at once.
 
-        While requests hold it, new ones cannot ask for it, and its slot is free when the last of them ends.
+        While requests hold it, it accepts no new ones; its slot becomes free when the last of them ends.
         """
         loaded = self._known(name)
         loaded.leaving = True
         return self._free(name, loaded)
 
     def hold(self, name: str) -> None:
-        """Count one more request that runs with `name`."""
+        """Acquire `name` for one request."""
         self._known(name).users += 1
 
     def release(self, name: str) -> None:
-        """Count one request less; an adapter that was dropped goes with its last one."""
+        """Release `name` for one request; the last release of a dropped adapter frees its slot."""
         loaded = self._loaded.get(name)
         if loaded is None or loaded.users < 1:
             raise RuntimeError(f"adapter {name} was released more often than held")
         loaded.users -= 1
         if loaded.leaving:
             self._free(name, loaded)
-
-    def users(self, name: str) -> int:
-        """Return how many requests hold `name`; also while it is leaving."""
-        loaded = self._loaded.get(name)
-        return 0 if loaded is None else loaded.users
 
     def choose(self, rows: Sequence[tuple[int, int, int]] | Tensor) -> None:
         """Set the adapter of each row of the next pass.
@@ -193,7 +183,7 @@ class Adapters:
             layer.clear(slot)
 
     def _fit(self, name: str, adapter: Adapter) -> dict[str, AdapterLayer]:
-        """Return where the adapter's layers are; ModelError when one is not there or of another size."""
+        """Map the adapter's layers to the model's; ModelError for a missing layer or another size."""
         places = dict(find_adapter_layers(self._model))
         for module, (a, b) in adapter.pairs.items():
             place = places.get(module)
@@ -235,7 +225,7 @@ def _where(spans: Sequence[tuple[int, int]], device: torch.device) -> slice | Te
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayer:
-    """One layer: columns `parts[part]` of the output of `module`, which lies at `path` and has inputs of `width`."""
+    """A layer for adapters: output columns `parts[part]` of `module` at `path`, input width `width`."""
 
     path: str
     module: nn.Module
@@ -245,7 +235,7 @@ class AdapterLayer:
 
 
 def find_adapter_layers(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
-    """Yield the layers that adapters can change, under the names that they had when the model was trained.
+    """Yield the linear layers that adapters can change, by their names in the trained model.
 
     A merged layer comes after the ones it was made of, should these still be there. The output layer is left out: it
     sees only the rows whose logits are wanted.
@@ -270,12 +260,12 @@ def find_adapter_layers(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
 
 
 def _whole(above: str, name: str) -> str:
-    """Return a part's full path; it may be given as one, or by the layer's own name."""
+    """Return the full path of a part, given as a path or as the layer's own name."""
     return name if "." in name or not above else f"{above}.{name}"
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return inputs and outputs of a linear layer, whatever class and format; None for anything else."""
+    """Return (inputs, outputs) of a linear layer of any class or format; None for other modules."""
     found = getattr(module, "in_features", None), getattr(module, "out_features", None)
     if type(found[0]) is int and type(found[1]) is int:
         return found[0], found[1]
@@ -286,6 +276,6 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def like_computed(model: Any) -> Tensor:
-    """Return a tensor of the dtype that the model computes in, on its device: embeddings are never quantised."""
+    """Return an empty tensor of the model's compute dtype and device, those of its embeddings."""
     weight: Tensor = model.get_input_embeddings().weight
     return torch.empty(0, dtype=weight.dtype, device=weight.device)

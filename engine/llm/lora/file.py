@@ -54,7 +54,7 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<side>[A
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A checked adapter.
+    """A validated LoRA adapter.
 
     rank:  of every pair, 1 to RANK_MAX.
     scale: what B A is multiplied by: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
@@ -67,7 +67,7 @@ class Adapter:
 
 
 def read_adapter(folder: Path, shown: str) -> Adapter:
-    """Return the adapter in `folder`, which errors call `shown`; ModelError says what is wrong with it."""
+    """Read and validate the adapter in `folder` (`shown` in errors); ModelError if invalid."""
     rank, scale = _read_config(folder / CONFIG_NAME, f"{shown}/{CONFIG_NAME}")
     path, name = folder / WEIGHTS_NAME, f"{shown}/{WEIGHTS_NAME}"
     if not path.is_file():
@@ -79,7 +79,7 @@ def read_adapter(folder: Path, shown: str) -> Adapter:
 
 
 def _read_config(path: Path, shown: str) -> tuple[int, float]:
-    """Return rank and scale."""
+    """Read the config; return (rank, scale)."""
     try:
         if path.stat().st_size > CONFIG_BYTES_MAX:
             raise ModelError(f"adapter {shown} is larger than {CONFIG_BYTES_MAX} bytes")

@@ -24,7 +24,7 @@ from weftline.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class OutputSlice:
-    """Columns `start` to `stop` of a layer's output are what the layer `name` of the model as it was trained gives."""
+    """Output columns `start`:`stop` of a merged layer that belong to the trained layer `name`."""
 
     name: str
     start: int
@@ -33,7 +33,7 @@ class OutputSlice:
 
 @dataclass(slots=True, eq=False)
 class AdapterRows:
-    """Which rows of the coming round have which adapter; shared by all layers.
+    """Adapter of each row of the next round; shared by all layers.
 
     rows:     rows of the round; a layer that is given another number is no layer over the round's rows.
     segments: (rows, slot) of slots that have rows, for the first way.
@@ -52,7 +52,7 @@ class AdapterRows:
 
     @classmethod
     def by_slots(cls, slots: Tensor, slots_max: int) -> AdapterRows:
-        """Return the choice for rows whose slots are known on the device only: int64 [rows]."""
+        """Build the selection from device slots, int64 [rows]; does not read their values."""
         known = torch.arange(1, slots_max + 1, device=slots.device)
         return cls(slots.shape[0], (), slots, slots[:, None] == known)
 
@@ -79,21 +79,17 @@ class LoraLinear:
         cls, path: str, base: Callable[[Tensor], Tensor], parts: Sequence[OutputSlice], choice: AdapterRows, width: int,
         slots_max: int, rank_max: int, like: Tensor,
     ) -> LoraLinear:  # fmt: skip
-        """Return a layer with room for `slots_max` adapters; `width` is its input's, `like` has dtype and device."""
+        """Allocate a layer for `slots_max` adapters. width: of the input. like: dtype and device."""
         down = like.new_zeros(slots_max + 1, len(parts), rank_max, width)
         up = [like.new_zeros(slots_max + 1, rank_max, part.stop - part.start) for part in parts]
         return cls(path, base, tuple(parts), choice, down, up)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.down, *self.up))
 
     @property
     def rank_max(self) -> int:
         return self.down.shape[2]
 
     def write(self, slot: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
-        """Put A [rank, in] and B [out, rank] of one part into `slot`."""
+        """Write A [rank, in] and B [out, rank] of one part to `slot`."""
         rank = a.shape[0]
         self.down[slot, part, :rank] = a.to(self.down)
         self.up[part][slot, :rank] = (b.float().T * scale).to(self.up[part])
@@ -105,7 +101,7 @@ class LoraLinear:
         self.users.pop(slot, None)
 
     def grow(self, rank_max: int) -> None:
-        """Make room for adapters of a higher rank. Addresses change."""
+        """Reallocate for a higher rank. Addresses change."""
         slots, parts, rank, width = self.down.shape
         down = self.down.new_zeros(slots, parts, rank_max, width)
         down[:, :, :rank] = self.down
@@ -116,7 +112,7 @@ class LoraLinear:
             self.up[at] = up
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output [..., out] for x [..., in] with the adapters' parts added."""
+        """Compute the layer's output [..., out] for x [..., in], with the adapters' products added."""
         out = self.base(x)
         choice = self.choice
         if choice.idle:

@@ -1,25 +1,166 @@
-"""Processes of the other tensor-parallel ranks: start, commands, supervision and end.
+"""Follower processes of the other tensor-parallel ranks, and the frames that the first rank sends them.
 
-A follower is started by exec, never by fork, and has one end of a socket pair. It is gone when its end of the pair is:
-the first rank sees that at once, and a follower whose first rank is gone ends itself, whatever it is waiting for.
+A follower is started by exec, never by fork, and has one end of a socket pair. A closed pair is the sign of death: the
+first rank sees it at once, and a follower whose first rank died exits, whatever it is waiting for.
+
+    frame    kind uint32 | payload bytes uint32 | payload
+    round    int32: copies | chunks | (from, to) for each copy
+             for each chunk: start | count | rows | adapter | run | pages | its tokens | its page table
+
+Frames hold numbers, and text for errors; none of it is executed. Followers have no requests: a `RemoteChunk` has the
+fields of a `weftline.engine.llm.schedule.ScheduledChunk` that a runner reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-from weftline.engine.llm.parallel.messages import Kind, receive, send
+from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.errors import ModelError, WorkerDied
+
+FRAME_BYTES_MAX = 256 << 20
+"""Largest payload: a round of a million tokens with tables of as many pages is far below."""
+_HEAD = struct.Struct("<II")
+
+
+class Kind(IntEnum):
+    """Frame types. A follower receives SETTINGS, LOAD, MEET, then ROUND and RESIZE; it sends READY or FAILED."""
+
+    SETTINGS = 1
+    LOAD = 2
+    MEET = 3
+    ROUND = 4
+    RESIZE = 5
+    READY = 6
+    FAILED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerSettings:
+    """First message to a follower: the model and its options.
+
+    source, shown: the model's folder or name, and its name in errors.
+    options:       a RunnerOptions as plain values.
+    meeting:       the file where the ranks meet.
+    threads:       number of threads on a CPU.
+    timeout_s:     longest wait for the other ranks.
+    """
+
+    source: str
+    shown: str
+    options: dict[str, Any]
+    meeting: str
+    threads: int
+    timeout_s: float
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> FollowerSettings:
+        return cls(**json.loads(payload))
+
+
+class _Tokens:
+    """Tokens of a chunk, indexed by position in the sequence."""
+
+    __slots__ = ("_first", "_tokens")
+
+    def __init__(self, first: int, tokens: list[int]) -> None:
+        self._first, self._tokens = first, tokens
+
+    def __getitem__(self, place: int) -> int:
+        return self._tokens[place - self._first]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSequence:
+    """The fields of a sequence that one round needs."""
+
+    tokens: _Tokens
+    table: PageTable
+    adapter: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteChunk:
+    """Chunk of a round on a follower; field names of `ScheduledChunk`."""
+
+    sequence: RemoteSequence
+    start: int
+    count: int
+    rows: int
+    tokens: list[int]
+
+
+def encode_round(chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]]) -> bytes:
+    """Encode the payload of a ROUND frame."""
+    numbers = array("i", (len(copies), len(chunks)))
+    for copy in copies:
+        numbers.extend(copy)
+    for chunk in chunks:
+        table = chunk.sequence.table
+        numbers.extend((chunk.start, chunk.count, chunk.rows, chunk.sequence.adapter, table.run, len(table.pages)))
+        numbers.extend(chunk.tokens)
+        numbers.extend(table.pages)
+    return numbers.tobytes()
+
+
+def decode_round(payload: bytes) -> tuple[list[RemoteChunk], list[tuple[int, int]]]:
+    """Decode the chunks and page copies of a ROUND frame."""
+    numbers = array("i")
+    numbers.frombytes(payload)
+    copies = [(numbers[at], numbers[at + 1]) for at in range(2, 2 + 2 * numbers[0], 2)]
+    chunks, at = [], 2 + 2 * numbers[0]
+    for _ in range(numbers[1]):
+        start, count, rows, adapter, run, pages = numbers[at : at + 6]
+        tokens = numbers[at + 6 : at + 6 + count].tolist()
+        at += 6 + count
+        table = PageTable(numbers[at : at + pages].tolist(), run)
+        at += pages
+        chunks.append(RemoteChunk(RemoteSequence(_Tokens(start, tokens), table, adapter), start, count, rows, tokens))
+    return chunks, copies
+
+
+def send(channel: socket.socket, kind: Kind, payload: bytes = b"") -> None:
+    """Send one frame; OSError if the peer is closed, TimeoutError if it does not read."""
+    channel.sendall(_HEAD.pack(kind, len(payload)) + payload)
+
+
+def receive(channel: socket.socket) -> tuple[Kind, bytes]:
+    """Wait for one frame; EOFError if the peer is closed, TimeoutError after the channel's timeout."""
+    kind, size = _HEAD.unpack(_exactly(channel, _HEAD.size))
+    if size > FRAME_BYTES_MAX:
+        raise EOFError(f"a frame of {size} bytes, expected at most {FRAME_BYTES_MAX}")
+    return Kind(kind), _exactly(channel, size)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("the other side closed the channel")
+        parts += part
+    return bytes(parts)
+
 
 START_MAX_S = 120.0
 """Until a follower has started Python and torch."""
@@ -36,7 +177,7 @@ END_MAX_S = 10.0
 class Followers:
     """Processes of ranks 1 to `ranks` - 1. `meeting` is the rendezvous file of all ranks.
 
-    lost: what became of the first follower that ended by itself, as a phrase; None while all are there.
+    lost: how the first follower died, as a phrase; None while all run.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -75,7 +216,7 @@ class Followers:
             )
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """From now on note a follower's end in `lost`, and call `gone` once, from a thread of its own."""
+        """Start to monitor the followers: on the first death set `lost` and call `gone` from a thread."""
         for rank, process in enumerate(self._processes, 1):
             watch = threading.Thread(target=self._watch, args=(rank, process, gone), daemon=True)
             watch.start()
@@ -88,14 +229,14 @@ class Followers:
             gone()
 
     def gone(self) -> str | None:
-        """Return what became of a follower that has ended or is just ending, as a phrase; None when all are there."""
+        """Return how a follower died, as a phrase, or None; waits up to GONE_MAX_S for exit codes."""
         for watch in self._watches:
             if self.lost is None:
                 watch.join(GONE_MAX_S)
         return self.lost
 
     def send(self, kind: Kind, payload: bytes = b"", to: int | None = None) -> None:
-        """Send a frame to all followers, or to one rank; WorkerDied when one does not take it."""
+        """Send a frame to all followers, or to one rank; WorkerDied if one does not receive it."""
         for rank, channel in self._chosen(to):
             try:
                 channel.settimeout(SEND_MAX_S)
@@ -104,7 +245,7 @@ class Followers:
                 raise WorkerDied(f"rank {rank} does not receive any more: {type(error).__name__}") from None
 
     def wait_ready(self, timeout_s: float, of: int | None = None) -> list[bytes]:
-        """Wait for READY from all followers or one rank; ModelError with its error, or how it ended."""
+        """Wait for READY from all followers or one rank; ModelError with the follower's error or exit code."""
         payloads = []
         for rank, channel in self._chosen(of):
             try:
@@ -124,7 +265,7 @@ class Followers:
         return [(at, channel) for at, channel in enumerate(self._channels, 1) if rank in (None, at)]
 
     def close(self) -> None:
-        """End every follower, kill those that do not end, and leave nothing behind."""
+        """Stop every follower, kill those that do not exit, and remove the rendezvous folder."""
         self._closing = True
         for channel in self._channels:
             channel.close()
@@ -144,7 +285,7 @@ def _ending(code: int) -> str:
 
 
 def end_with(channel: socket.socket) -> None:
-    """End this process when the other end of `channel` is closed, even while it waits for a device."""
+    """Exit this process when the peer of `channel` is closed, even while it waits for a device."""
 
     def wait() -> None:
         gone = select.poll()

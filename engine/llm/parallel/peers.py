@@ -21,14 +21,14 @@ COLLECTIVE_MAX_S = 120.0
 
 
 class Peers:
-    """This process's place among `size` ranks, and what they do together once they have met."""
+    """Process group of `size` ranks: rendezvous and collective operations."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """`rank` is this process's number among `size`, from 0; `device` is where it computes."""
+        """rank: of this process, from 0.   device: where it computes."""
         self.rank, self.size, self.device = rank, size, device
 
     def meet(self, meeting: Path, timeout_s: float) -> None:
-        """Wait for the other ranks at the file `meeting`; ModelError when they do not come, or this process has peers.
+        """Join the process group through the file `meeting`; ModelError after `timeout_s`, or if already in one.
 
         timeout_s: longest wait for the others, here and in every sum later on.
         """
@@ -51,22 +51,22 @@ class Peers:
             raise ModelError(f"rank {self.rank} did not meet the others: {type(error).__name__}") from error
 
     def add(self, part: Tensor) -> Tensor:
-        """Return the sum of all ranks' `part`, written over it."""
+        """All-reduce: sum `part` over the ranks, in place."""
         dist.all_reduce(part)
         return part
 
     def join(self, part: Tensor) -> Tensor:
-        """Return all ranks' `part` [..., width] beside each other, [..., ranks * width]."""
+        """All-gather: concatenate the ranks' `part` [..., width] to [..., ranks * width]."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, -1)
 
     def abort(self) -> None:
-        """End whatever this process waits for, from another thread: a rank is gone and will never answer."""
+        """Abort pending NCCL collectives from another thread, after a rank died."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        """Leave the group; does not wait for the others."""
+        """Leave the process group without waiting for the other ranks."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -27,8 +27,18 @@ from torch import Tensor
 
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.model_loader import RunnerOptions, load_model
-from weftline.engine.llm.parallel.followers import LOAD_MAX_S, START_MAX_S, Followers, end_with
-from weftline.engine.llm.parallel.messages import FollowerSettings, Kind, decode_round, encode_round, receive, send
+from weftline.engine.llm.parallel.followers import (
+    LOAD_MAX_S,
+    START_MAX_S,
+    Followers,
+    FollowerSettings,
+    Kind,
+    decode_round,
+    encode_round,
+    end_with,
+    receive,
+    send,
+)
 from weftline.engine.llm.parallel.peers import COLLECTIVE_MAX_S, Peers
 from weftline.engine.llm.parallel.shards import shard
 from weftline.engine.llm.runner import Runner
@@ -42,7 +52,7 @@ RANKS_MAX = 16
 class ParallelRunner(Runner):
     """First rank of a tensor-parallel model; drives the processes of the others until `close`; see `open`.
 
-    lost: why it computes nothing any more, as a phrase; None while it does.
+    lost: why rounds can no longer be computed, as a phrase; None while they can.
     """
 
     lost: str | None = None
@@ -50,8 +60,9 @@ class ParallelRunner(Runner):
     _followers: Followers
 
     def __init__(self, model: Any, options: RunnerOptions) -> None:
-        """Take this rank's part of a model. Its rounds are computed each time, on all ranks at once: there are no
-        CUDA graphs, since those of one rank would wait in their sums for ranks that have no such round.
+        """Wrap this rank's shard of a model, without CUDA graphs.
+
+        A graph recorded on one rank would wait in its collectives for ranks that do not run that round.
         """
         super().__init__(model, replace(options, graphs=False))
 
@@ -65,7 +76,7 @@ class ParallelRunner(Runner):
         shown: str | None = None,
         timeout_s: float = COLLECTIVE_MAX_S,
     ) -> ParallelRunner:
-        """Load a model on `devices`, a rank on each; ModelError when it cannot be loaded, or not be split so.
+        """Load a model on `devices`, one rank each; ModelError if it cannot be loaded or sharded.
 
         options:   as for `Runner.open`; `device` is not used, and `kv_bytes` is for each rank.
         timeout_s: longest wait of a rank for the others within a round.
@@ -106,11 +117,11 @@ class ParallelRunner(Runner):
 
     @property
     def follower_pids(self) -> tuple[int, ...]:
-        """The processes of the other ranks."""
+        """Return the process ids of the other ranks."""
         return self._followers.pids
 
     def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Compute a round on all ranks; see `Runner.run`. WorkerDied when one of them cannot."""
+        """Compute a round on all ranks; see `Runner.run`. WorkerDied if one fails."""
         self._begin(Kind.ROUND, encode_round(chunks, copies))
         try:
             return super().run(chunks, copies)
@@ -118,7 +129,7 @@ class ParallelRunner(Runner):
             raise self._lose(error) from error
 
     def resize(self, pages: int) -> None:
-        """Give all ranks' layers memory for `pages` pages; see `Runner.resize`."""
+        """Resize the KV memory of all ranks to `pages` pages; see `Runner.resize`."""
         self._begin(Kind.RESIZE, pages.to_bytes(8, "little"))
         try:
             super().resize(pages)
@@ -130,7 +141,7 @@ class ParallelRunner(Runner):
         raise RuntimeError("a model on several devices does not sleep")
 
     def close(self) -> None:
-        """End the other ranks; nothing of them is left when this returns."""
+        """Stop the other ranks and wait for their exit."""
         self.lost = self.lost or "it is closed"
         self._followers.close()
         self._peers.close()
@@ -145,7 +156,7 @@ class ParallelRunner(Runner):
             raise self._lose(error) from error
 
     def _lose(self, error: Exception) -> WorkerDied:
-        """Note that the ranks are no longer at the same place, and end the others: they would wait for ever."""
+        """Set `lost` and stop the followers: after a failed round the ranks are out of step."""
         reason = self._followers.gone() or f"a round failed on its first rank with {type(error).__name__}"
         self.lost = self.lost or reason
         self._followers.close()
@@ -154,14 +165,14 @@ class ParallelRunner(Runner):
 
 
 def _load(source: str | Path, options: RunnerOptions, peers: Peers, progress: Any, shown: str) -> Any:
-    """Return this rank's part of a model, on its device."""
+    """Load this rank's shard of a model to its device."""
     model = load_model(source, options, progress, shown, whole=True).model
     shard(model, peers)
     return model.to(peers.device)
 
 
 def follow(channel: socket.socket, rank: int, ranks: int) -> None:
-    """Be rank `rank` of a model until the first rank closes `channel`."""
+    """Run follower `rank` until the first rank closes `channel`."""
     _, payload = receive(channel)
     settings = FollowerSettings.decode(payload)
     torch.set_num_threads(settings.threads)

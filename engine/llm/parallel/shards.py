@@ -1,6 +1,6 @@
 """Weight sharding for tensor parallelism (Megatron-LM, Shoeybi et al. 2019).
 
-What is split how is not ours to guess: each model of transformers says it in its `tp_plan`, pattern by pattern.
+The sharding of each module comes from the `tp_plan` of the transformers model.
 
     colwise                 rows of the matrix: each rank computes its heads, or its part of the MLP's width
     rowwise                 columns of the matrix: each rank has part of the sum, and the sums are added up
@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 def shard(model: Any, peers: Peers) -> None:
-    """Keep of `model` what rank `peers.rank` computes, in place; ModelError when it cannot be split over the ranks."""
+    """Shard `model` in place to the part of rank `peers.rank`; ModelError if it cannot be sharded."""
     name, plan = type(model).__name__, dict(getattr(model, "tp_plan", None) or {})
     if not plan:
         raise ModelError(f"{name} does not say how it is split over devices\n    fix: give one device")
@@ -87,7 +87,7 @@ def _part(whole: Tensor, dim: int, path: str, peers: Peers) -> Tensor:
 
 
 def _rows(path: str, linear: nn.Linear, config: Any, peers: Peers) -> slice:
-    """Return which outputs of a layer this rank computes: whole heads, one of them where key heads are too few."""
+    """Return the outputs of a layer for this rank: whole heads, replicated where key heads are too few."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if path.endswith((".k_proj", ".v_proj")) and heads % peers.size:
         if peers.size % heads:
@@ -108,12 +108,12 @@ def _even(path: str, size: int, peers: Peers) -> slice:
 
 
 def _kept(part: Tensor) -> nn.Parameter:
-    """Return a copy, so that the whole matrix can be given back."""
+    """Return a copy, so that the whole matrix can be freed."""
     return nn.Parameter(part.detach().clone(), requires_grad=False)
 
 
 def _rows_of(linear: nn.Linear, rows: slice) -> nn.Linear:
-    """Return a linear layer with some of another one's outputs."""
+    """Build a linear layer with some outputs of another one."""
     made = nn.Linear(linear.in_features, rows.stop - rows.start, linear.bias is not None, device="meta")
     made.weight = _kept(linear.weight[rows])
     if linear.bias is not None:
@@ -122,7 +122,7 @@ def _rows_of(linear: nn.Linear, rows: slice) -> nn.Linear:
 
 
 class _Columns(nn.Module):
-    """Computes what some inputs of a linear layer add to its outputs, and adds up all ranks' parts."""
+    """Row-parallel linear layer: partial products of some inputs, all-reduced over the ranks."""
 
     def __init__(self, linear: nn.Linear, columns: slice, peers: Peers, split_input: bool) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _Columns(nn.Module):
 
 
 class _Joined(nn.Module):
-    """Computes some outputs of a linear layer, and puts all ranks' together; the last rank may have fewer of them."""
+    """Column-parallel linear layer with gathered outputs; the last rank may have fewer."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()

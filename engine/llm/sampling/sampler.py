@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.sampling.draw import DrawSettings, draw, draw_kernel, try_draw
+from weftline.engine.llm.request import SampledToken
+from weftline.engine.llm.sampling.draw import DrawSettings, draw, draw_kernel, token_logprobs, try_draw
 from weftline.engine.llm.sampling.logits_processing import LogitsProcessor, LogitsSettings, next_count, stage
-from weftline.engine.llm.sampling.logprobs import token_logprobs
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken
 from weftline.errors import WeftlineError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Engines of any size, form and guesser, whose requests come, pause and leave: the answers each request gives alone."""
+"""Random engines, whose requests come, pause and leave, give each request the answer it gives alone."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _alone(prompt: list[int], params: SamplingParams) -> dict[int, list[int]]:
 
 
 def _engine(rng: random.Random) -> Engine:
-    guesser = rng.choice([None, None, NgramProposer, Wrong])
+    proposer = rng.choice([None, None, NgramProposer, Wrong])
     runner = tiny.fresh_runner("llama", rng.randint(12, 80), rng.choice([4, 8, 16]), rng.choice(["cpu", "gpu"]))
     limits = RoundLimits(rng.choice([3, 8, 48, 64]), rng.choice([1, 2, 6]))
-    return Engine(runner, None, limits, rng.random() < 0.8, Speculation(guesser(), 4) if guesser else None)
+    return Engine(runner, None, limits, rng.random() < 0.8, Speculation(proposer(), 4) if proposer else None)
 
 
 @pytest.mark.slow(but_first=1)

@@ -8,7 +8,7 @@ from tests.engine.llm import tiny
 from weftline.engine.llm.counters import TokenCounters
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
-from weftline.engine.llm.update import TokenUpdate
+from weftline.engine.llm.request import TokenUpdate
 from weftline.engine.protocol.figures import take
 from weftline.errors import InputError
 from weftline.nodes.contract import OpenContext

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from tests.engine.llm import coverage, tiny
-from weftline.engine.llm import attention, compatibility
+from weftline.engine.llm import attention
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.runner import Runner
 from weftline.errors import ModelError
@@ -68,7 +68,7 @@ def test_a_model_that_cannot_be_paged_is_refused_and_the_reason_is_said(model_ty
 
 
 def test_a_model_whose_tokens_mix_outside_attention_is_detected(monkeypatch):
-    monkeypatch.setattr(compatibility, "LAYERS_KNOWN", ("hybrid",))
+    monkeypatch.setattr(attention, "LAYERS_KNOWN", ("hybrid",))
     torch.manual_seed(3)
     with pytest.raises(ModelError, match="see each other beside attention"):
         Runner(_unfit("falcon_h1"), RunnerOptions())

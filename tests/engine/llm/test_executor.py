@@ -194,7 +194,7 @@ def test_a_request_without_memory_for_a_page_fails_alone_with_a_reason():
     assert str(update.error) == "out of memory: there is none for 1 token of this request, alone in a round"
 
 
-def test_guesses_without_memory_are_given_up_and_their_sequence_goes_on():
+def test_draft_tokens_without_memory_are_dropped_and_the_sequence_goes_on():
     runner = tiny.fresh_runner("llama", 60)
     prompt, params = [7, 8, 9] * 8, SamplingParams(tokens_max=30, ignore_eos=True)
     engine = Engine(runner, None, RoundLimits(48, 6), speculation=Speculation(NgramProposer()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.llm.messages import check_messages, check_tools, mapped
+from weftline.engine.llm.tokens import check_messages, check_tools, mapped
 from weftline.errors import InputError
 
 

@@ -33,7 +33,7 @@ def test_an_index_that_grows_finds_what_a_new_one_finds():
             assert any(tokens[at : at + len(offered)] == list(offered) for at in range(len(tokens)))
 
 
-def test_more_is_guessed_after_success_and_less_after_failure():
+def test_the_draft_grows_after_success_and_shrinks_after_failure():
     length = DraftLength(8)
     for _ in range(5):
         length.record(length.next(), length.next())

@@ -7,8 +7,8 @@ import pytest
 from weftline.engine.llm.detokenizer import TextStream, WindowDecoder
 from weftline.engine.llm.output import SequenceOutput
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.request import TokenUpdate
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import TokenUpdate
 
 END = 99
 

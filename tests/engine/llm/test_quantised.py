@@ -257,7 +257,7 @@ def test_fp8_inputs_are_scaled_by_one_kernel_where_there_is_one(
     theirs.load_state_dict(linear.state_dict())
     quantised.quantise_linear(theirs, "fp8", "cpu")
     monkeypatch.setattr("weftline.engine.llm.kernels.availability.available", lambda device: None)
-    monkeypatch.setattr("weftline.engine.llm.kernels.quantise_rows.quantise_rows", quantise_rows)
+    monkeypatch.setattr("weftline.engine.llm.kernels.float8.quantise_rows", quantise_rows)
     quantised.quantise_linear(linear, "fp8", "cpu")
     given = torch.randn(1, 5, 64, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.llm import tiny
-from weftline.engine.llm import quantised, quantised_checkpoint
-from weftline.engine.llm.quantised import plan_weights
-from weftline.engine.llm.quantised_checkpoint import find_method
+from weftline.engine.llm import quantised
+from weftline.engine.llm.quantised import find_method, plan_weights
 from weftline.errors import ModelError
 from weftline.nodes.hugging_face import check_weights
 
@@ -96,7 +95,7 @@ def test_a_checkpoint_of_torchao_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_fp8_checkpoints_stay_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_checkpoint, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
     monkeypatch.setattr(quantised, "find_spec", lambda name: name)
     monkeypatch.setattr(quantised, "_capability", lambda device: (9, 0))
     config = SimpleNamespace(quantization_config=compressed("float"))
@@ -125,13 +124,13 @@ def test_what_cannot_be_loaded_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
         plan_weights("auto", "auto", "cpu", config("mxfp4"), "m")
     with pytest.raises(ModelError, match="quantised by gptq, which needs a GPU; found cpu"):
         plan_weights("auto", "auto", "cpu", config("gptq"), "m")
-    monkeypatch.setattr(quantised_checkpoint, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"fix: pip install 'compressed-tensors>=0\.15'"):
         plan_weights("auto", "auto", "cpu", config("compressed-tensors"), "m")
     monkeypatch.setattr(quantised, "_capability", lambda device: (9, 0))
     with pytest.raises(ModelError, match="fix: pip install 'gptqmodel' 'accelerate'"):
         plan_weights("auto", "auto", "cuda", config("awq"), "m")
-    monkeypatch.setattr(quantised_checkpoint, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
     assert plan_weights("auto", "auto", "cuda", config("awq"), "m").form is None
     with pytest.raises(ModelError, match="weights: found int8, expected auto: model m already is quantised, by awq"):
         plan_weights("int8", "auto", "cuda", config("awq"), "m")

@@ -216,17 +216,6 @@ def test_a_paused_one_gives_its_pages_before_one_of_worse_rank_that_runs():
     assert (first.preemptions, second.preemptions) == (1, 0)
 
 
-def test_those_past_their_deadline_are_named_wherever_they_are():
-    schedule = _schedule(sequences_max=1)
-    sequences = [_sequence(1, 4, 9, deadline_ms=50), _sequence(2, 4, 9, deadline_ms=60), _sequence(3, 4, 9)]
-    for sequence in sequences:
-        schedule.add(sequence)
-    schedule.plan()
-    assert schedule.expired(49) == []
-    assert schedule.expired(50) == [sequences[0]]
-    assert schedule.expired(60) == sequences[:2]
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     pages=st.integers(12, 40),

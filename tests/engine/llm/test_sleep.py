@@ -136,10 +136,10 @@ def _adapter(folder: Path) -> Engine:
     return engine
 
 
-def _guessing(folder: Path) -> Engine:
+def _drafting(folder: Path) -> Engine:
     small = tiny.fresh_runner("llama", 40)
-    guesser = DraftModelProposer(small, Sampler(small.ends, small.vocabulary))
-    return Engine(tiny.fresh_runner("llama"), None, RoundLimits(32, 4), speculation=Speculation(guesser))
+    proposer = DraftModelProposer(small, Sampler(small.ends, small.vocabulary))
+    return Engine(tiny.fresh_runner("llama"), None, RoundLimits(32, 4), speculation=Speculation(proposer))
 
 
 def _quantised(form: str) -> Callable[[Path], Engine]:
@@ -155,7 +155,7 @@ def _quantised(form: str) -> Callable[[Path], Engine]:
 
 
 MODELS = {
-    "plain": _plain, "tied": _tied, "graphs": _graphs, "adapter": _adapter, "guessing": _guessing,
+    "plain": _plain, "tied": _tied, "graphs": _graphs, "adapter": _adapter, "drafting": _drafting,
     "int8": _quantised("int8"), "int4": _quantised("int4"),
 }  # fmt: skip
 
@@ -209,15 +209,12 @@ def test_a_model_with_a_head_sleeps_and_drops_partly_pooled_prompts() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_sleep_clears_the_prefix_cache_and_logs_an_event() -> None:
+def test_sleep_clears_the_prefix_cache() -> None:
     engine = _plain(Path())
     answer(engine)
     assert engine.stats().pages_idle > 0
-    before = engine.kv_events().events[-1].number
     engine.sleep()
     engine.wake()
-    types = [event.type for event in engine.kv_events(before).events]
-    assert types == ["BlockRemoved"] * (len(types) - 1) + ["AllBlocksCleared"] and len(types) > 1
     stats = engine.stats()
     assert (stats.pages_idle, stats.pages_used, stats.pages_free) == (0, 0, engine.runner.pages)
     answer(engine)

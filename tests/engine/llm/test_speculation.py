@@ -60,8 +60,8 @@ def _draft_model() -> DraftModelProposer:
     return DraftModelProposer(small, Sampler(small.ends, small.vocabulary), round_tokens_max=24)
 
 
-def _answers(prompts, params, guesser=None, pages=64):
-    speculation = Speculation(guesser, 5) if guesser is not None else None
+def _answers(prompts, params, proposer=None, pages=64):
+    speculation = Speculation(proposer, 5) if proposer is not None else None
     engine = Engine(tiny.runner("llama", pages), None, RoundLimits(48, 6), speculation=speculation)
     seeded = [SamplingParams(**params, seed=at) for at in range(len(prompts))]
     answers = [[] for _ in prompts]
@@ -114,13 +114,13 @@ def test_prompts_longer_than_a_round_of_the_draft_model_are_drafted():
 def test_draft_tokens_never_preempt():
     prompts = tiny.prompts(6, seed=6, longest=30)
     plain, before = _answers(prompts, GREEDY, pages=24)
-    guessed, stats = _answers(prompts, GREEDY, Wrong(), pages=24)
-    assert guessed == plain
+    drafted, stats = _answers(prompts, GREEDY, Wrong(), pages=24)
+    assert drafted == plain
     assert stats.preemptions <= before.preemptions + 2
     assert stats.pages_used == 0
 
 
-def test_repeated_text_is_guessed_from_itself():
+def test_repeated_text_is_drafted_from_itself():
     prompts = [[5, 6, 7, 8] * 6]
     _, stats = _answers(prompts, {"tokens_max": 60, "ignore_eos": True}, NgramProposer())
     assert stats.drafted > 0
@@ -148,9 +148,9 @@ def _second_token(prompt: list[int]) -> torch.Tensor:
 @pytest.mark.slow
 def test_sampled_tokens_keep_the_models_distribution_with_a_draft_model():
     prompt, answers = [5, 9, 17], 1800
-    guesser = _other_model()
+    proposer = _other_model()
     runner = tiny.fresh_runner("llama", 700, 8)
-    engine = Engine(runner, None, RoundLimits(600, 64), speculation=Speculation(guesser, 3))
+    engine = Engine(runner, None, RoundLimits(600, 64), speculation=Speculation(proposer, 3))
     counts = torch.zeros(tiny.VOCABULARY, dtype=torch.float64)
     said: dict[tuple[int, int], list[int]] = {}
     for at in range(answers // 60):

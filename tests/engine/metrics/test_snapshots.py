@@ -18,7 +18,7 @@ from weftline.engine.runtime.health import Health
 LLM = {
     "running": 3, "waiting": 2, "paused": 1, "pages_used": 30, "pages_idle": 50, "pages_free": 20, "page_bytes": 4096,
     "rounds_total": 9, "preemptions_total": 4, "prefix_asked_tokens_total": 100, "prefix_hit_tokens_total": 60,
-    "guessed_tokens_total": 10, "right_tokens_total": 7, "prompt_tokens_total": 500, "completion_tokens_total": 200,
+    "draft_tokens_total": 10, "accepted_tokens_total": 7, "prompt_tokens_total": 500, "completion_tokens_total": 200,
     "finished_stop_total": 5, "finished_length_total": 6, "finished_error_total": 7, "finished_abort_total": 8,
 }  # fmt: skip
 

@@ -299,3 +299,13 @@ def test_no_text_makes_anything_but_values_or_problems(text: str) -> None:
         read_document(text, "x.yaml")
     except PipelineError as error:
         assert error.problems
+
+
+def test_a_parser_error_without_text_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*args: object, **options: object) -> None:
+        raise yaml.YAMLError("\n")
+
+    monkeypatch.setattr(yaml, "parse", parse)
+    with pytest.raises(PipelineError) as caught:
+        read_document("a: 1", "f.yaml")
+    assert caught.value.problems[0].found == "not YAML: YAMLError"

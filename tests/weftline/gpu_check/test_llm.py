@@ -12,9 +12,9 @@ import torch
 from weftline.engine.llm import quantised
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu import models
+from weftline.engine.llm.gpu.attention import PlainOps
 from weftline.engine.llm.gpu.capture import FakeCapture
 from weftline.engine.llm.gpu.models import Setup
-from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.runner import Runner
 from weftline.gpu_check import llm as gpu_check
 from weftline.gpu_check import llm_engine, llm_parts
@@ -85,8 +85,8 @@ def test_fused_and_unfused_models_agree() -> None:
 
 @pytest.mark.slow
 def test_a_rotary_kernel_that_is_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = PlainOps.turn_and_write
-    monkeypatch.setattr(PlainOps, "turn_and_write", lambda self, query, *rest: turn(self, query, *rest) * 1.01)
+    rotate = PlainOps.rotate_and_write
+    monkeypatch.setattr(PlainOps, "rotate_and_write", lambda self, query, *rest: rotate(self, query, *rest) * 1.01)
     with pytest.raises(Wrong, match="small float32 fused: logits differ by"):
         llm_parts.check_fused(FAKE)
 

@@ -18,8 +18,8 @@ from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import FusionReport, fuse
-from weftline.engine.llm.fusion.linear import merged_linears
-from weftline.engine.llm.fusion.probe import ProbeForm, ask, seated
+from weftline.engine.llm.fusion.linear import MergedLinear
+from weftline.engine.llm.fusion.probe import ProbeForm, probe_inputs, probing
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
@@ -84,11 +84,11 @@ def build(name: str, options: dict[str, Any], dtype: torch.dtype = torch.float32
 @torch.inference_mode()
 def logits(model: Any, rows: int = 0) -> torch.Tensor:
     """Return the logits of the probe's tokens, or of `rows` others."""
-    given = ask(model)
+    given = probe_inputs(model)
     if rows:
         given["input_ids"] = torch.arange(rows)[None] * 5 % 199
         given["position_ids"] = torch.arange(rows)[None]
-    with seated(model, ProbeForm()):
+    with probing(model, ProbeForm()):
         found: torch.Tensor = model(**given).logits[0].float()
     return found
 
@@ -273,7 +273,8 @@ def test_merged_linears_say_which_outputs_are_whose() -> None:
     model = build("Llama", {})
     wanted = model.model.layers[0].self_attn.k_proj.weight.clone()
     fuse(model)
-    merged = dict(merged_linears(model))
+    named = model.named_modules()
+    merged = {path.rpartition(".")[0]: module for path, module in named if isinstance(module, MergedLinear)}
     assert set(merged) == {f"model.layers.{at}.{part}" for at in range(LAYERS) for part in ("self_attn", "mlp")}
     linear = merged["model.layers.0.self_attn"]
     assert linear.parts == (("q_proj", 0, 64), ("k_proj", 64, 96), ("v_proj", 96, 128))

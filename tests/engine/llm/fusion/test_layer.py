@@ -71,9 +71,9 @@ def test_a_call_that_asks_for_more_gets_it_from_the_models_own_code() -> None:
     model = build("Llama", {})
     fuse(model)
     ids = torch.arange(6)[None]
-    from weftline.engine.llm.fusion.probe import ProbeForm, seated
+    from weftline.engine.llm.fusion.probe import ProbeForm, probing
 
-    with seated(model, ProbeForm()):
+    with probing(model, ProbeForm()):
         plain = model.model(input_ids=ids, position_ids=ids, use_cache=False)
         embedded = model.model(inputs_embeds=model.model.embed_tokens(ids), position_ids=ids, use_cache=False)
         without = model.model(input_ids=ids, use_cache=False)

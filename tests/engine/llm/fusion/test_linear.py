@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weftline.engine.llm.fusion.linear import MergedLinear, MergedSlice, merge, split, unlike
+from weftline.engine.llm.fusion.linear import MergedLinear, MergedSlice, merge, split, unmergeable
 
 NAMES = ("q", "k", "v")
 
@@ -115,11 +115,11 @@ class Other(nn.Linear):
     ],
 )
 def test_layers_that_cannot_be_merged_say_why(owner: Owner, said: str | None) -> None:
-    found = unlike(owner, NAMES)
+    found = unmergeable(owner, NAMES)
     assert found is None if said is None else said in (found or "")
 
 
 def test_a_layer_with_a_hook_is_not_merged() -> None:
     owner = Owner()
     owner.q.register_forward_hook(lambda *_: None)
-    assert unlike(owner, NAMES) == "q has hooks"
+    assert unmergeable(owner, NAMES) == "q has hooks"

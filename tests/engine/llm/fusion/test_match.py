@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from tests.engine.llm.fusion.test_fuse import build
 from weftline.engine.llm.fusion import match as fuse_match
 from weftline.engine.llm.fusion.fuse import fuse
-from weftline.engine.llm.fusion.match import beyond, names_used, strangers
+from weftline.engine.llm.fusion.match import names_used, unknown_children, unknown_names
 
 
 def test_what_only_shows_in_large_numbers_keeps_a_module_from_being_fused() -> None:
@@ -42,9 +42,9 @@ def test_names_are_attributes_calls_and_what_getattr_asks_for() -> None:
 
 def test_replaced_forwards_and_unknown_children_are_reported() -> None:
     module = torch.nn.Module()
-    assert beyond(module, frozenset()) is not None
+    assert unknown_names(module, frozenset()) is not None
     module.forward = lambda given: given  # type: ignore[method-assign, assignment]
-    assert beyond(module, frozenset()) == "its forward has been replaced"
+    assert unknown_names(module, frozenset()) == "its forward has been replaced"
     module.gate, module.sinks = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.zeros(2))
-    assert strangers(module, frozenset({"gate"})) == "it also has sinks"
-    assert strangers(module, frozenset({"gate", "sinks"})) is None
+    assert unknown_children(module, frozenset({"gate"})) == "it also has sinks"
+    assert unknown_children(module, frozenset({"gate", "sinks"})) is None

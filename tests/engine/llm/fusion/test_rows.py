@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from weftline.engine.llm.fusion import rows as fuse_rows
-from weftline.engine.llm.fusion.norm import is_candidate, recognise
+from weftline.engine.llm.fusion.match import is_candidate, recognise
 from weftline.engine.llm.fusion.probe import Call
-from weftline.engine.llm.fusion.rows import ROWS_MAX, add_rms_norm, gated, rms_norm, turn
+from weftline.engine.llm.fusion.rows import ROWS_MAX, add_rms_norm, gated, rms_norm, rotate
 
 KINDS = {"llama": LlamaRMSNorm, "gemma": Gemma2RMSNorm, "olmo": Olmo2RMSNorm}
 FORMS = {"llama": (False, True), "gemma": (True, False), "olmo": (False, False)}  # one more, rounded first
@@ -93,7 +93,7 @@ def test_heads_are_turned_as_llama_turns_them(dtype: torch.dtype, width: int) ->
     expected = heads.clone()
     expected[..., :width] = apply_rotary_pos_emb(first, first, cos[None], sin[None])[0][0].transpose(0, 1)
     every = torch.cat((heads, heads), dim=1)  # a view with gaps, as queries and keys are in a merged product
-    torch.testing.assert_close(turn(every[:, :5], cos, sin), expected)
+    torch.testing.assert_close(rotate(every[:, :5], cos, sin), expected)
     torch.testing.assert_close(every[:, 5:], heads)
 
 

@@ -15,11 +15,10 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import LayerPages, Span
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
-from weftline.engine.llm.fusion.rows import turn
+from weftline.engine.llm.fusion.rows import rotate
 from weftline.engine.llm.gpu import attention as gpu_attention
-from weftline.engine.llm.gpu.attention import GpuAttention, ops_for
+from weftline.engine.llm.gpu.attention import GpuAttention, PlainOps, ops_for
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
-from weftline.engine.llm.gpu.plain import PlainOps
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
@@ -69,8 +68,8 @@ def test_both_forms_say_the_same(window: int | None, softcap: float | None, turn
         gpu.fill(spans)
         cpu.fill(spans)
         if turned:
-            found = gpu.attend_turning(ours, query, key, value, cos, sin, 0.25, window, softcap)
-            query, key = turn(query.clone(), cos, sin), turn(key.clone(), cos, sin)
+            found = gpu.attend_rotary(ours, query, key, value, cos, sin, 0.25, window, softcap)
+            query, key = rotate(query.clone(), cos, sin), rotate(key.clone(), cos, sin)
         else:
             packed = (tensor.transpose(0, 1) for tensor in (query, key, value))
             found = gpu.attend(ours, *packed, 0.25, window, softcap)
@@ -85,7 +84,7 @@ def test_padding_rows_are_written_nowhere() -> None:
     layer = layers(gpu)
     gpu.view = gpu.buffers.fill([Span(0, 2, 1, PageTable([5]))], 4, 4, [1])
     query, key, value = (torch.randn(4, heads, WIDTH) for heads in (HEADS, KV, KV))
-    out = gpu.attend_turning(layer, query, key, value, torch.ones(4, 4), torch.zeros(4, 4), 0.25, None, None)
+    out = gpu.attend_rotary(layer, query, key, value, torch.ones(4, 4), torch.zeros(4, 4), 0.25, None, None)
     assert layer.keys is not None
     written = layer.keys.abs().sum((0, 2)).nonzero().flatten().tolist()
     assert written == [5 * PAGE + 2]

@@ -137,21 +137,21 @@ def test_windows_soft_caps_and_norms_of_heads_are_no_different(family: str) -> N
 
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("kind", ["ngram", "draft"])
-def test_guesses_are_checked_by_graphs(kind: str) -> None:
+def test_draft_tokens_are_verified_by_graphs(kind: str) -> None:
     said, stats = [], []
     asks = [
         ([7, 8, 9] * 6 + [at], SamplingParams(tokens_max=10, ignore_eos=True), LlmRequestOptions())
         for at in range(3, 6)
     ]
     for capture in (FakeCapture(), Computed()):
-        guesser: Proposer = NgramProposer()
+        proposer: Proposer = NgramProposer()
         runner = _runner(capture)
         rounds = [_eager(runner)]
         if kind == "draft":
             small = _runner(type(capture)(), pages=60)
-            guesser = DraftModelProposer(small, Sampler(small.ends, small.vocabulary), 48)
+            proposer = DraftModelProposer(small, Sampler(small.ends, small.vocabulary), 48)
             rounds.append(_eager(small))
-        engine = Engine(runner, None, RoundLimits(48, 6), speculation=Speculation(guesser))
+        engine = Engine(runner, None, RoundLimits(48, 6), speculation=Speculation(proposer))
         said.append(_said(engine, asks))
         stats.append(engine.stats())
         assert not any(rounds)

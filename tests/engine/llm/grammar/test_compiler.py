@@ -334,7 +334,7 @@ def test_after_all_that_others_are_served(compiler: GrammarCompiler) -> None:
     grammar = compiler.submit(Constraint("regex", "ab"))
     assert outcome(grammar) == ""
     matcher = grammar.result().matcher()
-    assert matcher.count(WORDS.encode("a") + WORDS.encode("b") + [END]) == 3
+    assert all(matcher.accept(token) for token in (*WORDS.encode("a"), *WORDS.encode("b"), END))
 
 
 def test_random_text_is_a_constraint_or_an_input_error(compiler: GrammarCompiler) -> None:

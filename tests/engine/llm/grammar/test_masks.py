@@ -12,7 +12,13 @@ import torch
 from tests.engine.llm import tiny
 from weftline.engine.llm.grammar import matcher as grammar_matcher
 from weftline.engine.llm.grammar.compiler import Constraint, Grammar, GrammarCompiler
-from weftline.engine.llm.grammar.masks import apply_masks, fill_masks, forbidden_here, forbidden_there
+from weftline.engine.llm.grammar.masks import (
+    apply_masks,
+    fill_masks,
+    forbidden_here,
+    forbidden_there,
+    read_vocabulary,
+)
 from weftline.engine.llm.grammar.matcher import Matcher
 from weftline.errors import InputError, StepError
 
@@ -189,3 +195,12 @@ def test_logits_on_a_gpu_are_masked_there(compiler: GrammarCompiler) -> None:
     assert left(logits[0].cpu()) == set("0123456789")
     assert (logits[1] == 0).all()
     assert left(logits[2].cpu()) == set("xyz")
+
+
+def test_a_tokenizer_error_without_text_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise ValueError("\n")
+
+    monkeypatch.setattr("llguidance.hf.from_tokenizer", refuse)
+    refused = read_vocabulary(WORDS, SIZE, frozenset({END}))
+    assert str(refused) == "structured output: the model's tokenizer cannot be used: ValueError"

@@ -280,31 +280,6 @@ def test_going_back_over_the_end_opens_the_text_again(model: Model) -> None:
             matcher.rollback(tokens)
 
 
-def test_drafts_are_counted_and_change_nothing(model: Model) -> None:
-    matcher = model.grammar(regex="ab+c").matcher()
-    before = model.allowed(matcher)
-    a, b, c = (model.ids(letter)[0] for letter in "abc")
-    assert matcher.count([a, b, b, a, c]) == 3
-    assert matcher.count([a, b, c, model.end, a]) == 4
-    assert matcher.count([b]) == 0
-    assert matcher.count([]) == 0
-    assert model.allowed(matcher) == before
-
-
-def test_what_must_come_next_is_known_without_the_model(chat: Model) -> None:
-    matcher = chat.grammar(json_schema=SCHEMAS[1]).matcher()
-    assert matcher.accept(chat.ids("{")[0])
-    assert matcher.accept(chat.ids('"')[0])
-    forced = matcher.forced()
-    assert chat.tokenizer.decode(forced).startswith('a"')
-    for token in forced:
-        assert chat.allowed(matcher) == {token} or token in chat.allowed(matcher)
-        assert matcher.accept(token)
-    done = chat.grammar(choice=["x"]).matcher()
-    assert done.accept(chat.ids("x")[0]) and done.accept(chat.end)
-    assert done.forced() == []
-
-
 def test_two_sequences_of_one_grammar_do_not_disturb_each_other(model: Model) -> None:
     grammar = model.grammar(json_schema=SCHEMAS[0])
     alone = [model.answer(grammar.matcher(), seed) for seed in (1, 2)]

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from weftline.engine.llm.kernels import draw as draw_kernels
+from weftline.engine.llm.kernels.checks import draw_cases, draw_error
 from weftline.engine.llm.kernels.draw import draw_launch
-from weftline.engine.llm.kernels.draw_cases import draw_cases, draw_error
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.sampling import draw as drawing
-from weftline.engine.llm.sampling import noise, sampler
+from weftline.engine.llm.sampling import sampler
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.sequence import Sequence
 
@@ -54,12 +54,12 @@ def test_rounds_that_narrow_have_one_form_and_others_another() -> None:
 
 def test_the_numbers_of_the_hash_are_the_references() -> None:
     for name in ("_GOLDEN_64", "_FIRST_64", "_SECOND_64"):
-        assert getattr(draw_kernels, name).value - (1 << 64) == getattr(noise, name)
-    assert draw_kernels._GOLDEN_32.value - (1 << 32) == noise._GOLDEN_32
-    assert draw_kernels._FIRST_32.value == noise._FIRST_32
-    assert draw_kernels._SECOND_32.value - (1 << 32) == noise._SECOND_32
+        assert getattr(draw_kernels, name).value - (1 << 64) == getattr(drawing, name)
+    assert draw_kernels._GOLDEN_32.value - (1 << 32) == drawing._GOLDEN_32
+    assert draw_kernels._FIRST_32.value == drawing._FIRST_32
+    assert draw_kernels._SECOND_32.value - (1 << 32) == drawing._SECOND_32
     for name in ("_STEP", "_LARGEST", "_SMALL"):
-        assert getattr(draw_kernels, name).value == getattr(noise, name)
+        assert getattr(draw_kernels, name).value == getattr(drawing, name)
     assert draw_kernels.COLD.value == drawing.COLD
 
 
@@ -104,6 +104,6 @@ def test_the_check_counts_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         def run(self) -> None: ...
 
     rows = draw_cases()["ties"]()
-    module = "weftline.engine.llm.kernels.draw_cases.draw_launch"
+    module = "weftline.engine.llm.kernels.checks.draw_launch"
     monkeypatch.setattr(module, lambda logits, **given: (torch.full((len(logits),), -1), Nothing()))
     assert draw_error(rows, torch.device("cpu")) == len(rows)

@@ -18,10 +18,9 @@ from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
 from weftline.engine.llm.gpu.graphs import SIZES
 from weftline.engine.llm.kernels.draw import draw_launch
 from weftline.engine.llm.kernels.launch import Launch
-from weftline.engine.llm.kernels.norms import add_norm_launch, norm_launch
 from weftline.engine.llm.kernels.paged_attention import attention_launches
 from weftline.engine.llm.kernels.rotate import rotate_launch
-from weftline.engine.llm.kernels.silu_mul import gate_launch
+from weftline.engine.llm.kernels.rows import add_norm_launch, gate_launch, norm_launch
 
 ROWS = (1, 2, 3, 7, 16, 64, 100, 512, 2048, 8192)
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))

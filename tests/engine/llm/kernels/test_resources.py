@@ -11,8 +11,7 @@ pytest.importorskip("triton")
 import triton
 
 from weftline.engine.llm.kernels.forms import ARCHS, KernelForm, forms
-from weftline.engine.llm.kernels.report import page, recorded
-from weftline.engine.llm.kernels.resources import Resources, resources
+from weftline.engine.llm.kernels.report import Resources, page, recorded, resources
 
 ROOT = Path(__file__).resolve().parents[4]
 VERSION, RECORDED = recorded((ROOT / "docs/kernels.md").read_text("utf-8"))

@@ -9,9 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from weftline.engine.llm.kernels.norms import add_norm_launch, norm_launch
 from weftline.engine.llm.kernels.rotate import rotate_launch
-from weftline.engine.llm.kernels.silu_mul import gate_launch
+from weftline.engine.llm.kernels.rows import add_norm_launch, gate_launch, norm_launch
 from weftline.engine.llm.kernels.write_pages import write_launch
 
 GIVEN = {

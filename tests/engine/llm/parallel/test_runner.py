@@ -15,7 +15,7 @@ from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.model_loader import RunnerOptions
-from weftline.engine.llm.parallel.messages import Kind, decode_round, encode_round
+from weftline.engine.llm.parallel.followers import Kind, decode_round, encode_round
 from weftline.engine.llm.parallel.peers import Peers
 from weftline.engine.llm.parallel.runner import ParallelRunner
 from weftline.engine.llm.parallel.shards import shard

@@ -92,12 +92,12 @@ def test_transformers_holds_ends_off_as_long(least):
     assert torch.equal(_edited(logits, rows), expected)
 
 
-def test_guesses_count_as_what_was_said():
+def test_draft_tokens_count_as_generated_ones():
     options = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "tokens_min": 4}
     logits = torch.randn(1, VOCABULARY)
     said = _edited(logits, [(_sequence([1, 2, 5, 7, 7], 2, ((7, 7, 9),), **options), ())])
-    guessed = _edited(logits, [(_sequence([1, 2, 5], 2, ((7, 7, 9),), **options), (7, 7))])
-    assert torch.equal(said, guessed) and said[0, 9] == -torch.inf
+    drafted = _edited(logits, [(_sequence([1, 2, 5], 2, ((7, 7, 9),), **options), (7, 7))])
+    assert torch.equal(said, drafted) and said[0, 9] == -torch.inf
 
 
 def test_a_banned_word_that_began_in_the_prompt_may_be_ended():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from weftline.engine.llm.sampling.logprobs import LOGPROB_MIN, token_logprobs
+from weftline.engine.llm.sampling.draw import LOGPROB_MIN, token_logprobs
 
 
 def test_they_are_those_of_the_softmax():

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from tests.engine.llm import plain_sampling
-from weftline.engine.llm.sampling.noise import to_keys, to_log_waits, to_uniforms
+from weftline.engine.llm.sampling.draw import to_keys, to_log_waits, to_uniforms
 
 
 def _uniforms(seeds: range, positions: range, tokens: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from weftline.engine.llm.sampling.logits_processing import TokenCounts
 TOKEN = st.integers(0, 40)
 STEP = st.one_of(
     st.tuples(st.just("say"), st.lists(TOKEN, max_size=20)),
-    st.tuples(st.just("guess wrong"), st.lists(TOKEN, min_size=1, max_size=5)),
+    st.tuples(st.just("wrong draft"), st.lists(TOKEN, min_size=1, max_size=5)),
     st.tuples(st.just("another's"), st.lists(TOKEN, max_size=30)),
 )
 
@@ -32,7 +32,7 @@ def test_counts_are_those_of_counting_anew(tokens, steps, draft, from_prompt):
     for kind, some in steps:
         if kind == "say":
             tokens += some
-        elif kind == "guess wrong":  # as a draft model's view of a sequence does it: another list, another end
+        elif kind == "wrong draft":  # as a draft model's view of a sequence does it: another list, another end
             tokens = tokens[: max(prompt, len(tokens) - len(some))] + some
         else:
             tokens, prompt = list(some), len(some) // 3

@@ -1,4 +1,4 @@
-"""A row's token is what its options say and nothing else has a part in it: no company, no guesses, no rounds before."""
+"""A row's token depends on its options alone: not on other rows, draft tokens or earlier rounds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from tests.engine.llm import plain_sampling
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.request import SampledToken
 from weftline.engine.llm.sampling import sampler as sampling
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.sequence import Sequence
-from weftline.engine.llm.update import SampledToken
 from weftline.errors import InputError
 
 VOCABULARY = 60
@@ -104,22 +104,22 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_round():
 @pytest.mark.parametrize(
     "options", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "tokens_min": 6}]
 )
-def test_an_answer_is_the_same_with_guesses_and_without(options):
+def test_an_answer_is_the_same_with_draft_tokens_and_without(options):
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))  # a model: the last token's
     params = {"temperature": 0.9, "seed": 11, **options}
     alone, sampler = _sequence([5], 1, **params), Sampler(ENDS, VOCABULARY)
     for _ in range(30):
         alone.tokens.append(sampler.pick(table[alone.tokens[-1]][None].clone(), [Row(alone)])[0].token)
-    guessed, chance, right = _sequence([5], 1, **params), random.Random(1), 0
-    while len(guessed.tokens) < 25:
-        at = len(guessed.tokens)
+    drafted, chance, right = _sequence([5], 1, **params), random.Random(1), 0
+    while len(drafted.tokens) < 25:
+        at = len(drafted.tokens)
         draft = tuple(t if chance.random() < 0.7 else chance.randrange(VOCABULARY) for t in alone.tokens[at : at + 3])
-        last = [guessed.tokens[-1], *draft]
-        drawn = sampler.pick(table[last].clone(), [Row(guessed, draft[:n]) for n in range(4)])
-        good = next((n for n, guess in enumerate(draft) if drawn[n].token != guess), 3)
-        guessed.tokens += [one.token for one in drawn[: good + 1]]
+        last = [drafted.tokens[-1], *draft]
+        drawn = sampler.pick(table[last].clone(), [Row(drafted, draft[:n]) for n in range(4)])
+        good = next((n for n, one in enumerate(draft) if drawn[n].token != one), 3)
+        drafted.tokens += [one.token for one in drawn[: good + 1]]
         right += good
-    assert guessed.tokens == alone.tokens[: len(guessed.tokens)] and right > 5
+    assert drafted.tokens == alone.tokens[: len(drafted.tokens)] and right > 5
 
 
 def test_forks_draw_from_seeds_of_their_own():

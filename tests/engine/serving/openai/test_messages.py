@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from tests.engine.serving.http.backends import info
-from weftline.engine.llm.messages import check_messages
+from weftline.engine.llm.tokens import check_messages
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.messages import chat_inputs, read_conversation

@@ -1,10 +1,10 @@
-"""Paged attention of single rows on a CPU, compiled by numba.
+"""CPU kernels for float32, compiled by numba: norms, rotary embedding and paged attention of decode rows.
 
-Decoding is one row for each sequence: little arithmetic, much reading, and a call of torch's attention for each of
-them would cost more than what it computes. Here all rows of a round are one call; each pair of a row and a key head is
-a piece of work, keys are read where they lie, and heads that share a key head read it once.
+For a few rows, torch's overhead per operation exceeds the computation, so norms and rotary embedding are plain loops on
+one core. Paged attention takes all decode rows of a round in one parallel call: each pair of a row and a key head is
+one job, keys are read in place, and query heads that share a key head read it once.
 
-The compiled code is kept on disk beside this file, or in the user's cache where that cannot be written.
+The compiled code is cached beside this file, or in the user's cache directory if that is not writable.
 """
 
 # numba compiles what it is given: plain loops over arrays, no calls
@@ -14,6 +14,49 @@ from typing import Any
 
 import numba
 import numpy as np
+
+_FAST = {"contract", "reassoc", "nsz", "arcp"}
+
+
+@numba.njit(fastmath=_FAST, cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def norm(values: Any, weight: Any, eps: float, out: Any) -> None:
+    """Write weight * values / rms(values) to `out`; values, out: [rows, width], weight: [width]."""
+    rows, width = values.shape
+    for row in range(rows):
+        total = np.float32(0.0)
+        for at in range(width):
+            total += values[row, at] * values[row, at]
+        factor = np.float32(1.0 / np.sqrt(total / width + eps))
+        for at in range(width):
+            out[row, at] = weight[at] * (values[row, at] * factor)
+
+
+@numba.njit(fastmath=_FAST, cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def add_norm(values: Any, delta: Any, out: Any, weight: Any, eps: float) -> None:
+    """Add `values` to `delta` in place, and write the norm of the sum to `out`; all [rows, width]."""
+    rows, width = values.shape
+    for row in range(rows):
+        total = np.float32(0.0)
+        for at in range(width):
+            delta[row, at] += values[row, at]
+            total += delta[row, at] * delta[row, at]
+        factor = np.float32(1.0 / np.sqrt(total / width + eps))
+        for at in range(width):
+            out[row, at] = weight[at] * (delta[row, at] * factor)
+
+
+@numba.njit(fastmath=_FAST, cache=True, nogil=True)  # type: ignore[untyped-decorator,unused-ignore]
+def rotate(heads: Any, cos: Any, sin: Any) -> None:
+    """Apply the rotary embedding `cos`, `sin` [rows, rotary width] to `heads` [rows, heads, width] in place."""
+    rows, count, _ = heads.shape
+    half = cos.shape[1] // 2
+    for row in range(rows):
+        for head in range(count):
+            for at in range(half):
+                low = heads[row, head, at]
+                high = heads[row, head, at + half]
+                heads[row, head, at] = low * cos[row, at] - high * sin[row, at]
+                heads[row, head, at + half] = high * cos[row, at + half] + low * sin[row, at + half]
 
 
 @numba.njit(fastmath={"contract", "reassoc", "nsz", "arcp"}, parallel=True, cache=True, nogil=True)

@@ -1,10 +1,13 @@
-"""RMS norm kernels, with an optional fused residual addition.
+"""Row kernels between matrix products: RMS norm, fused residual addition, gated activation.
 
-Zhang and Sennrich 2019. Sums are done in float32, and rounding happens where transformers' models do it, so that both
-give the same numbers but for the order of a sum:
+RMS norm: Zhang and Sennrich 2019. Sums are done in float32, and rounding happens where transformers' models do it, so
+that both give the same numbers but for the order of a sum:
 
     usual   the normed row is rounded to the model's dtype, then multiplied with the weight in that dtype
     Gemma   the normed row is multiplied with 1 + weight in float32, and rounded once
+
+Gated activation: act(gate) * up from one merged product (Shazeer 2020, GLU variants). As in transformers, the
+activation is computed in float32 and rounded to the model's dtype before the multiplication.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def norm_rows(
     WIDTH_TILE: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ) -> None:
-    """Norm one row (program axis 0) of one head (1); with `added`, x + added, which is left in `total`."""
+    """Normalise one row (program axis 0) of one head (1); with `added`, x + added, stored to `total`."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     at = tl.arange(0, WIDTH_TILE)
@@ -59,7 +62,7 @@ def norm_rows(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, out: Tensor | None = None) -> Tensor:
-    """Return x over the root of its mean square, times the weight; of x's shape and dtype.
+    """Compute the RMS norm of x, of x's shape and dtype.
 
     x:        [rows, width] or [rows, heads, width], float16, bfloat16 or float32; any strides with dense rows.
     weight:   [width], of x's dtype.   plus_one: the factor is 1 + weight, and rounding is Gemma's.
@@ -73,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, 
 def norm_launch(
     x: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False, out: Tensor | None = None
 ) -> tuple[Tensor, Launch]:
-    """Return the result's tensor, not yet filled, and the launch that fills it; see `rms_norm`."""
+    """Prepare the launch of `rms_norm`; return its uninitialised output and the launch."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     return out, _launch(x, None, weight, epsilon, plus_one, out, None)
 
@@ -93,7 +96,7 @@ def add_rms_norm(
 def add_norm_launch(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor, Launch]:
-    """Return both results' tensors, not yet filled, and the launch that fills them; see `add_rms_norm`."""
+    """Prepare the launch of `add_rms_norm`; return its uninitialised outputs and the launch."""
     need(x.dim() == 2 and residual.shape == x.shape, f"residual: wants {tuple(x.shape)}, is {tuple(residual.shape)}")
     need(residual.dtype == x.dtype and residual.stride(1) == 1, f"residual: wants dense rows of {x.dtype}")
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -141,3 +144,66 @@ def _launch(
     # a warp for each 512 numbers: 16 of them in a thread's registers, read as two loads of 16 bytes
     warps = min(max(power_of_two(width) // 512, 1), 16)
     return Launch(norm_rows, (x.shape[0], heads), arguments, warps)
+
+
+TILE = 1024
+"""Numbers of one program: with 4 warps, 8 for each thread, one load of 16 bytes of 16-bit numbers."""
+
+
+@jit
+def gate_rows(
+    merged: tl.tensor,
+    out: tl.tensor,
+    merged_row: tl.tensor,
+    out_row: tl.tensor,
+    inner: tl.tensor,
+    TILE: tl.constexpr,
+    TANH_GELU: tl.constexpr,
+) -> None:
+    """Compute the gated activation of one tile (program axis 1) of one row (0)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    gate = tl.load(merged + row * merged_row + at, mask=at < inner, other=0.0)
+    up = tl.load(merged + row * merged_row + inner + at, mask=at < inner, other=0.0)
+    dtype: tl.constexpr = gate.dtype
+    x = gate.to(tl.float32)
+    if TANH_GELU:
+        # 0.5 x (1 + tanh(y)) with y = sqrt(2 / pi) (x + 0.044715 x**3) is x / (1 + exp(-2 y))
+        active = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        active = x / (1.0 + tl.exp(-x))
+    result = active.to(dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * out_row + at, result.to(dtype), mask=at < inner)
+
+
+def silu_mul(merged: Tensor, tanh_gelu: bool = False, out: Tensor | None = None) -> Tensor:
+    """Compute silu(gate) * up, [rows, inner], of merged's dtype.
+
+    merged:    [rows, 2 * inner], gates first; float16, bfloat16 or float32, dense rows.
+    tanh_gelu: gelu in its tanh form, which Gemma has, instead of silu.   out: made when None.
+    """
+    out, launch = gate_launch(merged, tanh_gelu, out)
+    launch.run()
+    return out
+
+
+def gate_launch(merged: Tensor, tanh_gelu: bool = False, out: Tensor | None = None) -> tuple[Tensor, Launch]:
+    """Prepare the launch of `silu_mul`; return its uninitialised output and the launch."""
+    rows, both = merged.shape
+    need(both % 2 == 0 and merged.stride(1) == 1, f"merged: wants dense [rows, 2 * inner], is {tuple(merged.shape)}")
+    need(merged.dtype in FLOATS, f"merged: wants float16, bfloat16 or float32, is {merged.dtype}")
+    inner = both // 2
+    out = merged.new_empty(rows, inner) if out is None else out
+    need(
+        out.shape == (rows, inner) and out.dtype == merged.dtype and out.stride(1) == 1, f"out: wants [{rows}, {inner}]"
+    )
+    arguments = {
+        "merged": merged,
+        "out": out,
+        "merged_row": merged.stride(0),
+        "out_row": out.stride(0),
+        "inner": inner,
+        "TILE": TILE,
+        "TANH_GELU": tanh_gelu,
+    }
+    return out, Launch(gate_rows, (rows, -(-inner // TILE)), arguments)
