@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.params import SamplingParams, sampling_error
 from weftline.engine.llm.retention import Retention
 from weftline.engine.llm.sequence import Sequence, check_tokens
 from weftline.engine.llm.update import SampledToken
@@ -60,14 +60,14 @@ def check_params(params: SamplingParams, vocabulary: int, has_text: bool) -> Non
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token in getattr(params, name):
             if token >= vocabulary:
-                raise InputError(f"sampling.{name}: found {token}, expected 0 to {vocabulary - 1}")
+                raise sampling_error(name, f"found {token}, expected 0 to {vocabulary - 1}")
     for token in params.logit_bias:
         if int(token) >= vocabulary:
-            raise InputError(f"sampling.logit_bias: found {token}, expected 0 to {vocabulary - 1}")
+            raise sampling_error("logit_bias", f"found {token}, expected 0 to {vocabulary - 1}")
     if not has_text:
         unsupported = [n for n in ("stop", "bad_words", "echo", *params.constraint) if getattr(params, n)]
         if unsupported:
-            raise InputError(f"sampling.{unsupported[0]}: this engine has no tokenizer; use token ids")
+            raise sampling_error(unsupported[0], "this engine has no tokenizer; use token ids")
 
 
 def to_sequences(

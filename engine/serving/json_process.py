@@ -48,7 +48,7 @@ DONE, WRONG, FAILED = b"\0", b"\1", b"\2"
 _HEAD, _REPLY = struct.Struct("<QQ"), struct.Struct("<cQ")
 
 _decode_job = msgspec.msgpack.Decoder(Job).decode
-_decode_wrong = msgspec.msgpack.Decoder(tuple[str, int, str | None]).decode
+_decode_wrong = msgspec.msgpack.Decoder(tuple[str, int, str]).decode
 
 
 class JsonProcess:
@@ -101,7 +101,7 @@ class JsonProcess:
         if kind == FAILED:
             raise LimitReached("the JSON takes more memory than there is for it")
         message, code, param = _decode_wrong(answer)
-        raise HttpError(message, code=code, param=param) if code else InputError(message)
+        raise HttpError(message, code=code, param=param) if code else InputError(message, param=param)
 
     def _start(self) -> socket.socket:
         self._end()
@@ -170,7 +170,7 @@ def _done(job: Job, data: bytearray) -> tuple[bytes, bytes]:
     except HttpError as wrong:
         return WRONG, msgspec.msgpack.encode((str(wrong), wrong.code, wrong.param))
     except InputError as wrong:
-        return WRONG, msgspec.msgpack.encode((str(wrong), 0, None))
+        return WRONG, msgspec.msgpack.encode((str(wrong), 0, wrong.param))
     except MemoryError:
         return FAILED, b""
 

@@ -22,11 +22,7 @@ from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
-from weftline.engine.serving.openai.audio import Transcriptions
-from weftline.engine.serving.openai.chat import Chat
-from weftline.engine.serving.openai.completions import Completions
-from weftline.engine.serving.openai.embeddings import Embeddings
-from weftline.engine.serving.openai.models import OpenAiModels
+from weftline.engine.serving.openai.endpoints import Chat, Completions, Embeddings, OpenAiModels, Transcriptions
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
