@@ -7,7 +7,7 @@ up the privileges that a worker gives up, and yields the processor to others. On
 fails its one document; the next one has a new process.
 
     socket: 8 bytes length of the job, 8 bytes length of the data, the job (MessagePack), the data
-    back:   1 byte, 8 bytes length, the answer; or what is wrong as (message, HTTP status or 0, field)
+    back:   1 byte, 8 bytes length, the answer; or the text of an InputError
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weftline.engine.runtime.processes import minimal_environment
-from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
 from weftline.errors import InputError, LimitReached, WeftlineError
@@ -48,7 +47,6 @@ DONE, WRONG, FAILED = b"\0", b"\1", b"\2"
 _HEAD, _REPLY = struct.Struct("<QQ"), struct.Struct("<cQ")
 
 _decode_job = msgspec.msgpack.Decoder(Job).decode
-_decode_wrong = msgspec.msgpack.Decoder(tuple[str, int, str]).decode
 
 
 class JsonProcess:
@@ -100,8 +98,7 @@ class JsonProcess:
             return bytes(answer)
         if kind == FAILED:
             raise LimitReached("the JSON takes more memory than there is for it")
-        message, code, param = _decode_wrong(answer)
-        raise HttpError(message, code=code, param=param) if code else InputError(message, param=param)
+        raise InputError(answer.decode())
 
     def _start(self) -> socket.socket:
         self._end()
@@ -167,10 +164,8 @@ def main(arguments: list[str]) -> None:
 def _done(job: Job, data: bytearray) -> tuple[bytes, bytes]:
     try:
         return DONE, run(job, memoryview(data))
-    except HttpError as wrong:
-        return WRONG, msgspec.msgpack.encode((str(wrong), wrong.code, wrong.param))
     except InputError as wrong:
-        return WRONG, msgspec.msgpack.encode((str(wrong), 0, wrong.param))
+        return WRONG, str(wrong).encode("utf-8", "backslashreplace")
     except MemoryError:
         return FAILED, b""
 

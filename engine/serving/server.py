@@ -25,7 +25,6 @@ from weftline.engine.repository import Repository
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.gate import Gate
-from weftline.engine.serving.auth.logs import RequestLog, start_logs
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import TlsFiles
 from weftline.engine.serving.auth.tokens import TokenFile
@@ -36,6 +35,7 @@ from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.logs import RequestLog, start_logs
 from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim

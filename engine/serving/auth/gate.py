@@ -18,11 +18,11 @@ from functools import partial
 
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.plain import one_line, redacted
-from weftline.engine.serving.auth.rate import RateLimit
 from weftline.engine.serving.auth.token_entries import Token
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.v2.messages import InferRequest
+from weftline.engine.token_bucket import RateLimit
 from weftline.errors import AccessDenied, LimitReached
 
 DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0

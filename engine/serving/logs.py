@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 from weftline.engine.serving.auth.plain import one_line, redacted
-from weftline.engine.serving.auth.rate import RateLimit
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import Logs
+from weftline.engine.token_bucket import RateLimit
 
 MESSAGE_CHARS_MAX = 4000
 FIELD_CHARS_MAX = 256
