@@ -86,7 +86,8 @@ def to_sequences(
 ) -> list[Sequence]:
     """Return the request's sequences, the one that computes the prompt first; InputError for an invalid prompt."""
     if len(prompt) >= context_max:
-        raise InputError(f"prompt: found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it")
+        found = f"found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it"
+        raise InputError(f"prompt: {found}", param="prompt")
     known = check_tokens(prompt, vocabulary)
     limit = len(known) if options.pool else min(len(known) + params.tokens_max, context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed

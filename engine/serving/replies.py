@@ -20,7 +20,7 @@ MESSAGE_CHARS_MAX = 1000
 PARAM_CHARS_MAX = 80
 
 RETRY_MAX_S = 60.0
-"""Longest pause a client is asked to make."""
+"""Longest retry time in a reply."""
 
 HTTP_STATUS: dict[str, int] = {
     "OK": 200,
@@ -41,7 +41,7 @@ HTTP_STATUS: dict[str, int] = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status of each gRPC status name. 499 is not standard, and the client is gone."""
+"""The HTTP status of each gRPC status name. 499 is not standard: the client has disconnected."""
 
 _log = logging.getLogger("weftline.ingress")
 

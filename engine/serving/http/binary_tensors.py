@@ -1,7 +1,7 @@
 """Binary tensor extension of v2 REST: a JSON header followed by raw tensor bytes.
 
     POST .../infer
-    Inference-Header-Content-Length: 123          how long the JSON is; without it all of the body is JSON
+    Inference-Header-Content-Length: 123          length of the JSON; without it all of the body is JSON
     {"inputs": [{"name", "datatype", "shape", "parameters": {"binary_data_size": 4096}}], "outputs": [...]}<bytes>
 
 A tensor comes as `data` (nested or flat lists), in the bytes behind the JSON, or in registered shared memory. Outputs
@@ -45,7 +45,7 @@ SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
 
 @dataclass(frozen=True, slots=True)
 class BinaryOutputs:
-    """Which outputs go out as bytes: those named, and all others as `rest` says."""
+    """Selection of the outputs sent as bytes: `named` by output, `rest` for all others."""
 
     named: Mapping[str, bool] = field(default_factory=dict)
     rest: bool = False
@@ -77,7 +77,7 @@ def read_request(
 
 
 def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes, int | None]:
-    """Return a body, and how long its JSON is; None: all of it is JSON. Bytes of tensors are copied once."""
+    """Return a body and the length of its JSON (None: all of it). Bytes of tensors are copied once."""
     parts: list[bytes | memoryview] = []
     outputs = []
     for one in response.outputs:
@@ -100,7 +100,7 @@ def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes
 
 
 class _Behind:
-    """The bytes behind the header, handed out in the order of the inputs."""
+    """The bytes behind the header, consumed in the order of the inputs."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -1,6 +1,6 @@
 """Route table of the HTTP server and the ASGI application.
 
-The gate's table (`auth/methods.py`) has the same paths with the right each takes; a test compares the two.
+The gate's table (`auth/methods.py`) has the same paths with their rights; a test compares the two.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Probes:
         return text_response("live\n")
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Whether every model is ready and new work is taken; which are not, by name and without the reason."""
+        """Report readiness, and the names of models that are not ready without their reasons."""
         missing = [
             one.name for one in self._context.backend.index() if not one.ready and caller_of(request).may(one.name)
         ]

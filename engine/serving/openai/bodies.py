@@ -214,6 +214,9 @@ class ChatBody(GenerationBody):
     def likeliest(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def field_of(self, key: str) -> str:
+        return "messages" if key == "prompt" else super().field_of(key)
+
 
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""

@@ -159,6 +159,16 @@ def test_the_field_is_named_when_it_asks_for_too_many_log_probabilities(client: 
     assert refused.value.param == "temperature"
 
 
+def test_the_prompt_is_named_when_it_does_not_fit_the_context(client: openai.OpenAI) -> None:
+    long = "red circle " * 4000
+    with pytest.raises(openai.BadRequestError, match="tokens") as refused:
+        client.chat.completions.create(model="chat", messages=[{"role": "user", "content": long}])
+    assert refused.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="tokens") as refused:
+        client.completions.create(model="chat", prompt=long)
+    assert refused.value.param == "prompt"
+
+
 def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, endpoint: Hosted) -> None:
     stream = client.chat.completions.create(
         model="chat", messages=ASKED, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
