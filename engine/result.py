@@ -30,7 +30,7 @@ from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
 from weftline.engine.protocol.values import unpack
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import StepTiming
-from weftline.errors import BY_NAME, LimitReached, RemoteTraceback, SessionClosed, StepError, WeftlineError
+from weftline.errors import BY_NAME, InputError, LimitReached, RemoteTraceback, SessionClosed, StepError, WeftlineError
 
 if TYPE_CHECKING:
     from weftline.engine.versions import Version
@@ -207,7 +207,8 @@ def _error_of_fail(end: ev.Fail) -> WeftlineError:
     kind = BY_NAME.get(end.error)
     if kind is None:
         return StepError(f"{end.error}: {end.message}", end.step)
-    return kind(f"step {end.step}: {end.message}" if end.step else end.message)
+    message = f"step {end.step}: {end.message}" if end.step else end.message
+    return InputError(message, param=end.param) if kind is InputError else kind(message)
 
 
 # streams

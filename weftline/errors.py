@@ -88,10 +88,17 @@ class PipelineError(WeftlineError):
 
 
 class InputError(WeftlineError):
-    """A request's input is missing, unknown, of the wrong type, corrupt, or over a limit."""
+    """A request's input is missing, unknown, of the wrong type, corrupt, or over a limit.
+
+    param: name of the option or field at fault, such as `temperature`; '' for none.
+    """
 
     status = "INVALID_ARGUMENT"
     exit_code = 3
+
+    def __init__(self, message: str, *, param: str = "") -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class UnknownModel(WeftlineError):

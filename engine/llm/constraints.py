@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from weftline.engine.llm.params import sampling_error
 from weftline.engine.llm.request import LlmRequest
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
@@ -39,7 +40,7 @@ class Constraints:
         if not constraints:
             return False
         if self._tokens is None:
-            raise InputError(f"sampling.{next(iter(constraints))}: this engine does not support constraints")
+            raise sampling_error(next(iter(constraints)), "this engine does not support constraints")
         from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler
 
         constraint = Constraint.read(constraints)
@@ -62,7 +63,7 @@ class Constraints:
         except InputError as error:
             kind = next(iter(request.sequences[0].params.constraint))
             reason = str(error).removeprefix(_PREFIX).removeprefix(f"sampling.{kind}: ")
-            raise InputError(f"sampling.{kind}: {reason}") from None
+            raise sampling_error(kind, reason) from None
         for sequence in request.sequences:
             self._matchers[sequence.order] = compiled.matcher()
         return True

@@ -21,7 +21,7 @@ from weftline.engine.llm.counters import EngineStats
 from weftline.engine.llm.executor import ChunkResult, RoundExecutor, RoundInFlight
 from weftline.engine.llm.kv_cache import PageCounts, PrefixCache
 from weftline.engine.llm.output import SequenceOutput
-from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.params import SamplingParams, sampling_error
 from weftline.engine.llm.prefill_pace import BalancedPace, Pace, RoundTimer, StretchedPace
 from weftline.engine.llm.request import (
     DEFAULT_OPTIONS,
@@ -278,7 +278,7 @@ class Engine:
 
     def _spell(self, word: str) -> list[tuple[int, ...]]:
         if self.tokens is None:
-            raise InputError("sampling.bad_words: this engine has no tokenizer")
+            raise sampling_error("bad_words", "this engine has no tokenizer")
         return self.tokens.spell(word)
 
     def _expire(self, now_ms: float) -> list[TokenUpdate]:

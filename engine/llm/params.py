@@ -98,9 +98,9 @@ class SamplingParams:
         for name, most in _LISTS.items():
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, list | tuple):
-                raise InputError(f"sampling.{name}: found {type(value).__name__}, expected a list")
+                raise sampling_error(name, f"found {type(value).__name__}, expected a list")
             if len(value) > most:
-                raise InputError(f"sampling.{name}: found a list of {len(value)}, expected at most {most} entries")
+                raise sampling_error(name, f"found a list of {len(value)}, expected at most {most} entries")
             object.__setattr__(self, name, tuple(value))
         _check_int("tokens_max", self.tokens_max, 1, TOKENS_LIMIT)
         _check_int("tokens_min", self.tokens_min, 0, self.tokens_max)
@@ -120,7 +120,7 @@ class SamplingParams:
                 _check_int(name, getattr(self, name), 0, LOGPROBS_MAX)
         for name in ("ignore_eos", "echo", "json_object", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"sampling.{name}: found {shown(getattr(self, name))}, expected true or false")
+                raise sampling_error(name, f"found {shown(getattr(self, name))}, expected true or false")
         for name in ("stop", "bad_words"):
             _check_texts(name, getattr(self, name))
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -148,7 +148,7 @@ class SamplingParams:
             if key not in known:
                 near = difflib.get_close_matches(str(key)[:40], known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-                raise InputError(f"sampling.{key!s:.40}: unknown key; {hint}")
+                raise sampling_error(str(key)[:40], f"unknown key; {hint}")
         return replace(defaults or cls(), **dict(values))
 
 
@@ -163,14 +163,19 @@ _CONSTRAINTS = {"json_schema": None, "json_object": False, "regex": None, "gramm
 """The keys that constrain an answer, with the value by which each is off."""
 
 
+def sampling_error(key: str, problem: str) -> InputError:
+    """Return the error of one key of `sampling`; `param` is the key."""
+    return InputError(f"sampling.{key}: {problem}", param=key.partition(".")[0])
+
+
 def _check_bias(bias: object) -> None:
     if not isinstance(bias, Mapping):
-        raise InputError(f"sampling.logit_bias: found {type(bias).__name__}, expected an object")
+        raise sampling_error("logit_bias", f"found {type(bias).__name__}, expected an object")
     if len(bias) > ALLOWED_MAX:
-        raise InputError(f"sampling.logit_bias: found {len(bias)} entries, expected at most {ALLOWED_MAX}")
+        raise sampling_error("logit_bias", f"found {len(bias)} entries, expected at most {ALLOWED_MAX}")
     for token, value in bias.items():
         if not isinstance(token, str) or not token.isdecimal() or len(token) > 10 or int(token) > TOKEN_MAX:
-            raise InputError(f"sampling.logit_bias: found the key {shown(token)}, expected a token id as text")
+            raise sampling_error("logit_bias", f"found the key {shown(token)}, expected a token id as text")
         _check_float(f"logit_bias.{token}", value, -BIAS_MAX, BIAS_MAX)
 
 
@@ -178,18 +183,18 @@ def _check_texts(name: str, texts: tuple[Any, ...]) -> None:
     for text in texts:
         if not isinstance(text, str) or not 0 < len(text) <= STOP_CHARS_MAX:
             found = shown(text)
-            raise InputError(f"sampling.{name}: found {found}, expected texts of 1 to {STOP_CHARS_MAX} characters")
+            raise sampling_error(name, f"found {found}, expected texts of 1 to {STOP_CHARS_MAX} characters")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise InputError(f"sampling.{name}: found {shown(value)}, expected a whole number from {low} to {high}")
+        raise sampling_error(name, f"found {shown(value)}, expected a whole number from {low} to {high}")
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
     # Not a single comparison holds for NaN, and Python compares whole numbers of any size.
     if type(value) not in (int, float) or not low <= value <= high:
-        raise InputError(f"sampling.{name}: found {shown(value)}, expected a number from {low:g} to {high:g}")
+        raise sampling_error(name, f"found {shown(value)}, expected a number from {low:g} to {high:g}")
 
 
 def shown(value: object) -> str:

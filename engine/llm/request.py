@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.params import SamplingParams, sampling_error
 from weftline.engine.llm.retention import Retention
 from weftline.engine.llm.sequence import Sequence, check_tokens
 from weftline.errors import InputError, WeftlineError
@@ -112,14 +112,14 @@ def check_params(params: SamplingParams, vocabulary: int, has_text: bool) -> Non
     for name in ("stop_token_ids", "allowed_token_ids"):
         for token in getattr(params, name):
             if token >= vocabulary:
-                raise InputError(f"sampling.{name}: found {token}, expected 0 to {vocabulary - 1}")
+                raise sampling_error(name, f"found {token}, expected 0 to {vocabulary - 1}")
     for token in params.logit_bias:
         if int(token) >= vocabulary:
-            raise InputError(f"sampling.logit_bias: found {token}, expected 0 to {vocabulary - 1}")
+            raise sampling_error("logit_bias", f"found {token}, expected 0 to {vocabulary - 1}")
     if not has_text:
         unsupported = [n for n in ("stop", "bad_words", "echo", *params.constraint) if getattr(params, n)]
         if unsupported:
-            raise InputError(f"sampling.{unsupported[0]}: this engine has no tokenizer; use token ids")
+            raise sampling_error(unsupported[0], "this engine has no tokenizer; use token ids")
 
 
 def to_sequences(
@@ -138,7 +138,8 @@ def to_sequences(
 ) -> list[Sequence]:
     """Return the request's sequences, the one that computes the prompt first; InputError for an invalid prompt."""
     if len(prompt) >= context_max:
-        raise InputError(f"prompt: found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it")
+        found = f"found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it"
+        raise InputError(f"prompt: {found}", param="prompt")
     known = check_tokens(prompt, vocabulary)
     limit = len(known) if options.pool else min(len(known) + params.tokens_max, context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed

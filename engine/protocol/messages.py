@@ -80,6 +80,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Failure of an item: the name of an error class in weftline.errors, and a message.
 
     stage:     position of the failed step in a chain.
+    param:     as in InputError.
     traceback: frames of the exception raised by the step's code, bounded; '' if there are none. For the caller in this
                process and for logs. It is never sent to a network client.
     """
@@ -88,6 +89,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
     stage: int = 0
     traceback: str = ""
+    param: str = ""
 
 
 class ItemResult(msgspec.Struct, frozen=True, array_like=True, tag=True):

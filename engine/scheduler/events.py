@@ -128,6 +128,7 @@ class Fail(msgspec.Struct, frozen=True):
     """A request failed: error class, message, and the step at fault if there is one.
 
     traceback: of the exception that the step's code raised; '' where there is none.
+    param:     as in InputError.
     """
 
     request: int
@@ -136,6 +137,7 @@ class Fail(msgspec.Struct, frozen=True):
     step: str = ""
     timings: tuple[StepTiming, ...] = ()
     traceback: str = ""
+    param: str = ""
 
 
 class Refuse(msgspec.Struct, frozen=True):

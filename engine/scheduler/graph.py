@@ -155,15 +155,22 @@ def finished(state: SchedulerState, request: Request, place: int, outputs: Seque
 
 
 def failed(
-    state: SchedulerState, request: Request, place: int, error: str, message: str, step: str, traceback: str = ""
+    state: SchedulerState,
+    request: Request,
+    place: int,
+    error: str,
+    message: str,
+    step: str,
+    traceback: str = "",
+    param: str = "",
 ) -> None:
     """Handle a unit that failed for good: call its fallback, or fail the request."""
     _abandon_unit(state, request, place)
     fallback = request.route.fallbacks.get(place)
     if fallback is None:
-        request_table.end(state, request, "fail", error, message, step, traceback)
+        request_table.end(state, request, "fail", error, message, step, traceback, param)
         return
-    request.active_fallbacks[fallback.unit] = ActiveFallback(place, error, message, step, traceback)
+    request.active_fallbacks[fallback.unit] = ActiveFallback(place, error, message, step, traceback, param)
     for other in fallback.group:
         if request.missing[other] > 0:
             request.missing[other] -= 1
@@ -228,7 +235,9 @@ def _skip(state: SchedulerState, request: Request, place: int) -> None:
     called = request.active_fallbacks.get(place)
     if called is not None:  # a skipped fallback: the unit that it replaces has failed
         settle(state, request, place)
-        request_table.end(state, request, "fail", called.error, called.message, called.step, called.traceback)
+        request_table.end(
+            state, request, "fail", called.error, called.message, called.step, called.traceback, called.param
+        )
         return
     _drop_fallback(state, request, place)
     skip(state, request, place)

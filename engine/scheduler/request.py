@@ -159,6 +159,7 @@ class ActiveFallback:
     message: str
     step: str
     traceback: str = ""
+    param: str = ""
 
 
 @dataclass(slots=True, eq=False)

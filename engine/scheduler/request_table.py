@@ -58,7 +58,14 @@ def admit(
 
 
 def end(
-    state: SchedulerState, request: Request, event: str, error: str, message: str, step: str = "", traceback: str = ""
+    state: SchedulerState,
+    request: Request,
+    event: str,
+    error: str,
+    message: str,
+    step: str = "",
+    traceback: str = "",
+    param: str = "",
 ) -> None:
     """End a request without outputs: drop its tasks, release its tickets and emit Fail."""
     if request.state != OPEN:
@@ -70,7 +77,7 @@ def end(
     for slot, value in request.values.items():
         _release_value(state, value, request.tickets[slot])
     _close(state, request)
-    state.out.append(ev.Fail(request.id, error, message, step, tuple(request.timings), traceback))
+    state.out.append(ev.Fail(request.id, error, message, step, tuple(request.timings), traceback, param))
 
 
 def withdraw(state: SchedulerState, request_id: int) -> None:

@@ -324,7 +324,7 @@ def _on_result(
         stage = min(max(result.stage, 0), len(task.unit.steps) - 1)
         name = state.steps[task.unit.steps[stage]].name
         record_timings(state, task, "failed", ran[: stage + 1])
-        task_table.fail(state, task, result.error, result.message, name, traceback=result.traceback)
+        task_table.fail(state, task, result.error, result.message, name, traceback=result.traceback, param=result.param)
         return
     outputs = result.outputs
     inline = True

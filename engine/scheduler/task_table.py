@@ -160,17 +160,19 @@ def fail(
     timed_out: bool = False,
     at_work: bool = False,
     traceback: str = "",
+    param: str = "",
 ) -> None:
     """Handle a failed task, which is out of its queue and worker: retry it, or fail its unit.
 
     at_work:   it timed out while a worker had it, which may still run it.
     traceback: of the exception that the step's code raised.
+    param:     as in InputError.
     """
     wait_ms = state.recovery.try_again_in_ms(task, error, timed_out, at_work)
     if wait_ms is None:
         if forget(state, task):
             end(state, task)
-            graph.failed(state, task.request, task.place, error, message, step, traceback)
+            graph.failed(state, task.request, task.place, error, message, step, traceback, param)
         return
     state.counters.retried += 1
     task.worker, task.waits_for_copy = -1, False

@@ -6,7 +6,7 @@ json values. Parsing and the objects that it creates delay no other request.
     Elements    elements of a BYTES tensor      -> a list with each as a port's value travels
     Document    a JSON document                 -> its value
     RestBody    the body of a v2 REST request   -> an InferRequest whose tensors are raw
-    CheckJson   a json value that travelled     -> nothing
+    CheckJson   an encoded json value           -> nothing
 
 Pure.
 """
@@ -31,7 +31,7 @@ from weftline.shm.spec import byte_size
 
 
 class Elements(msgspec.Struct, frozen=True, tag=True):
-    """Parse the `count` elements of a BYTES tensor, which are of a kind of PARSED and a port of `port_type`."""
+    """Parse the `count` elements of a BYTES tensor. kind: one of PARSED, the kind of `port_type`'s elements."""
 
     kind: str
     port_type: str
@@ -40,7 +40,7 @@ class Elements(msgspec.Struct, frozen=True, tag=True):
 
 
 class Document(msgspec.Struct, frozen=True, tag=True):
-    """Parse one document; `what` begins the message when it is none."""
+    """Parse one document; `what` begins the error message."""
 
     what: str
     values_max: int
@@ -56,7 +56,7 @@ class RestBody(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckJson(msgspec.Struct, frozen=True, tag=True):
-    """Check that bytes are a json value as it travels; they come from a process that may be hostile."""
+    """Check that bytes are an encoded json value; their sender may be hostile."""
 
 
 Job = Elements | Document | RestBody | CheckJson
@@ -69,7 +69,7 @@ _pack = msgspec.msgpack.encode
 
 
 def run(job: Job, data: bytes | memoryview) -> bytes:
-    """Do a job and return its result. InputError: the bytes are not what the job expects."""
+    """Run a job and return its result; InputError for invalid bytes."""
     if isinstance(job, Elements):
         elements = decode_elements(data, job.count)
         check_count(elements, "json", job.values_max)
@@ -83,7 +83,7 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
 
 
 def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs]:
-    """Return what a job answered."""
+    """Decode the result of a RestBody job."""
     read = _read(answer)
     inputs = tuple(
         Tensor(one.name, one.datatype, one.shape, one.raw, None, one.region, one.parameters) for one in read.inputs
@@ -127,7 +127,7 @@ def _element(job: Elements, element: bytes | memoryview) -> bytes:
 
 
 def _sent(tensor: Tensor) -> _Sent:
-    """Return a tensor with its elements, if they came one by one, as raw contents."""
+    """Return a tensor with its elements as raw contents."""
     values, raw = tensor.values, None if tensor.raw is None else bytes(tensor.raw)
     try:
         if values is not None and tensor.datatype == BYTES:
@@ -141,7 +141,7 @@ def _sent(tensor: Tensor) -> _Sent:
 
 
 def _expect_count(tensor: Tensor, values: Sequence[object]) -> None:
-    """Raise InputError when the number of elements is not that of the shape. Later checks count bytes alone."""
+    """Raise InputError unless the number of elements matches the shape. Later checks count bytes only."""
     count = byte_size("uint8", tensor.shape)
     if len(values) != count:
         raise InputError(f"found {len(values)} elements, expected {count} for shape {list(tensor.shape)}")

@@ -1,7 +1,7 @@
 """JSON parser and serialiser: small documents inline, large ones in a process.
 
-What a large document becomes is the port's value as it travels (Packed): nothing here builds it, nothing checks it
-again, and the worker that reads it is the first to have it as Python objects.
+A large document becomes the encoded value of its port (Packed). No server process builds its Python objects or checks
+it again; the worker that reads it decodes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weftline.shm.spec import byte_size
 
 
 class JsonParser:
-    """Reads and writes JSON for the servers of one process. Used from one event loop; `close` ends its process."""
+    """JSON parser of the servers of one process. For one event loop; `close` ends its JSON process."""
 
     def __init__(self) -> None:
         self.process = JsonProcess()
@@ -51,7 +51,7 @@ class JsonParser:
         version: str,
         limits: ServeLimits,
     ) -> tuple[InferRequest, BinaryOutputs]:
-        """As `read_request`."""
+        """Parse the body of a v2 REST request, as `read_request`."""
         if header_bytes(header_length, len(body)) <= INLINE_BYTES:
             return read_request(body, header_length, model, version, limits)
         job = jobs.RestBody(header_length, model, version, limits)
@@ -60,7 +60,7 @@ class JsonParser:
     async def elements(
         self, request: InferRequest, info: ModelInfo, limits: ServeLimits, regions: Regions | None
     ) -> InferRequest:
-        """Return a request whose elements that are JSON are parsed, if there is much of it; else the request itself.
+        """Parse the JSON elements of a request in the JSON process if they are large; else return it unchanged.
 
         InputError for what is wrong with them; what is wrong with the rest of the request is found later.
         """
@@ -99,7 +99,7 @@ class JsonParser:
         return msgspec.structs.replace(tensor, raw=None, values=values, region=None)
 
     async def check(self, name: str, value: Packed) -> None:
-        """Raise InputError unless an input that travelled is made of json; its sender may be hostile."""
+        """Raise InputError unless an encoded input consists of valid json values; its sender may be hostile."""
         for one in value.leaves():
             try:
                 await self.process.run(jobs.CheckJson(), one.data)

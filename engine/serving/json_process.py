@@ -1,13 +1,12 @@
 """JSON process: parses and writes large documents, one at a time.
 
-A parser written in C holds the interpreter from the first byte to the last, and with it every other request of its
-process: 20 MB take it a tenth of a second, a million objects several. Here it delays only requests that wait for
-another large document. The process is started for the first of them, by exec and with one end of a socket pair, gives
-up the privileges that a worker gives up, and yields the processor to others. One that dies, or takes longer than JOB_S,
-fails its one document; the next one has a new process.
+A parser written in C holds the GIL for a whole document, which delays all other requests of its process: a tenth of a
+second for 20 MB, several seconds for a million objects. In a process of its own it delays only other large documents.
+The process is started by exec for the first document, with one end of a socket pair, with the privileges of a worker
+and a low priority. If it dies, or takes longer than JOB_S, its one document fails; the next one starts a new process.
 
     socket: 8 bytes length of the job, 8 bytes length of the data, the job (MessagePack), the data
-    back:   1 byte, 8 bytes length, the answer; or what is wrong as (message, HTTP status or 0, field)
+    back:   1 byte, 8 bytes length, the answer; or the text of an InputError
 """
 
 from __future__ import annotations
@@ -27,28 +26,26 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weftline.engine.runtime.processes import minimal_environment
-from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
 from weftline.errors import InputError, LimitReached, WeftlineError
 
 JOB_S = 20.0
-"""Longest that one document may take."""
+"""Timeout of one document."""
 
 WAITING_MAX = 64
-"""Most documents at a time; more are refused."""
+"""Most queued documents; more are refused."""
 
 NICE = 10
-"""How far the process steps back for others on a busy machine, see nice(2)."""
+"""Niceness of the process, see nice(2)."""
 
 MEMORY_BYTES = 8 << 30
-"""Most address space of the process: objects of the largest document that its limits let in, many times over."""
+"""Largest address space of the process, many times the objects of the largest accepted document."""
 
 DONE, WRONG, FAILED = b"\0", b"\1", b"\2"
 _HEAD, _REPLY = struct.Struct("<QQ"), struct.Struct("<cQ")
 
 _decode_job = msgspec.msgpack.Decoder(Job).decode
-_decode_wrong = msgspec.msgpack.Decoder(tuple[str, int, str | None]).decode
 
 
 class JsonProcess:
@@ -100,8 +97,7 @@ class JsonProcess:
             return bytes(answer)
         if kind == FAILED:
             raise LimitReached("the JSON takes more memory than there is for it")
-        message, code, param = _decode_wrong(answer)
-        raise HttpError(message, code=code, param=param) if code else InputError(message)
+        raise InputError(answer.decode())
 
     def _start(self) -> socket.socket:
         self._end()
@@ -167,10 +163,8 @@ def main(arguments: list[str]) -> None:
 def _done(job: Job, data: bytearray) -> tuple[bytes, bytes]:
     try:
         return DONE, run(job, memoryview(data))
-    except HttpError as wrong:
-        return WRONG, msgspec.msgpack.encode((str(wrong), wrong.code, wrong.param))
     except InputError as wrong:
-        return WRONG, msgspec.msgpack.encode((str(wrong), 0, None))
+        return WRONG, str(wrong).encode("utf-8", "backslashreplace")
     except MemoryError:
         return FAILED, b""
 

@@ -12,13 +12,15 @@ import logging
 from dataclasses import dataclass
 
 from weftline.engine.serving.auth.plain import scrubbed
-from weftline.errors import WeftlineError
+from weftline.errors import InputError, WeftlineError
 
 MESSAGE_CHARS_MAX = 1000
 """Longest message; a status travels in HTTP/2 trailers, which clients bound at 8 KiB."""
 
+PARAM_CHARS_MAX = 80
+
 RETRY_MAX_S = 60.0
-"""Longest pause a client is asked to make."""
+"""Longest retry time in a reply."""
 
 HTTP_STATUS: dict[str, int] = {
     "OK": 200,
@@ -39,7 +41,7 @@ HTTP_STATUS: dict[str, int] = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-"""The HTTP status of each gRPC status name. 499 is not standard, and the client is gone."""
+"""The HTTP status of each gRPC status name. 499 is not standard: the client has disconnected."""
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -50,12 +52,14 @@ class ErrorReply:
 
     status:        a gRPC status name, a key of HTTP_STATUS.
     message:       one line, at most MESSAGE_CHARS_MAX characters.
-    retry_after_s: when it is worth trying again; 0 says nothing about it.
+    retry_after_s: earliest useful retry; 0: unknown.
+    param:         option or field at fault; '' for none.
     """
 
     status: str
     message: str
     retry_after_s: float = 0.0
+    param: str = ""
 
     @property
     def http_status(self) -> int:
@@ -86,4 +90,6 @@ def _of_weftline_error(error: WeftlineError) -> ErrorReply:
     status = error.status if error.status in HTTP_STATUS and error.status != "OK" else "INTERNAL"
     message = scrubbed(str(error), MESSAGE_CHARS_MAX) or type(error).__name__
     wait_s = error.retry_after_s
-    return ErrorReply(status, message, min(wait_s, RETRY_MAX_S) if wait_s > 0 else 0.0)  # NaN is not > 0
+    retry_after_s = min(wait_s, RETRY_MAX_S) if wait_s > 0 else 0.0  # NaN is not > 0
+    param = scrubbed(error.param, PARAM_CHARS_MAX) if isinstance(error, InputError) else ""
+    return ErrorReply(status, message, retry_after_s, param)

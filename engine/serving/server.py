@@ -2,10 +2,10 @@
 
     exit_code = asyncio.run(serve(config, announce=print))
 
-Addresses are tried before minutes are spent on models, and nothing listens until every model stands. gRPC is answered
-beside the engine, or by ingress processes of their own; HTTP always by one of those, so that no JSON and no TLS of it
-holds the scheduler up. The first SIGTERM or Ctrl-C drains: not ready, nothing new, open requests finish inside the
-grace time, exit code 0. The second ends everything now.
+Addresses are tried before models are loaded, and the servers listen once every model is ready. gRPC runs in the
+engine's process or in ingress processes. HTTP always runs in an ingress process, so that its JSON and TLS do not delay
+the scheduler. The first SIGTERM or Ctrl-C drains: not ready, new work refused, open requests finish within the grace
+time, exit code 0. The second ends everything at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from weftline.engine.repository import Repository
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.gate import Gate
-from weftline.engine.serving.auth.logs import RequestLog, start_logs
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import TlsFiles
 from weftline.engine.serving.auth.tokens import TokenFile
@@ -36,6 +35,7 @@ from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.logs import RequestLog, start_logs
 from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim
@@ -48,7 +48,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where a server listens and what it serves.
+    """Addresses and models of a running server.
 
     grpc: 'host:port' or 'unix:PATH'.
     http: 'http://host:port', or https; '' without HTTP.
@@ -69,7 +69,7 @@ async def serve(
 
     announce: called once, when all models are loaded and the servers listen.
     progress: as for `Session.open`.
-    WeftlineError: the configuration, a model or an address is no good; everything that had started has ended.
+    WeftlineError: the configuration, a model or an address cannot be used; all that was started has been stopped.
     """
     signals = _Signals()
     with signals, _logging_as(config):
@@ -91,13 +91,13 @@ async def serve(
 
 
 class Server:
-    """Models and network servers of one process. `open` once, then `drain` or not, then `close`."""
+    """Models and network servers of one process. Call `open` once, optionally `drain`, then `close`."""
 
     def __init__(self, config: ServeConfig, progress: Progress | None = None) -> None:
         check_exposure(config)
         self.config = config
         if config.tls is not None:
-            TlsFiles(config.tls)  # reports its problems now
+            TlsFiles(config.tls)  # raises its problems now
         tokens = TokenFile(config.tokens) if config.tokens is not None else None
         self.statistics = Statistics()
         exporter = to_collector(config.otlp) if config.otlp else None
@@ -105,7 +105,7 @@ class Server:
         self._repository = Repository()
         callers = [token.name for token in tokens.tokens] if tokens is not None else []
         self.metrics = Metrics(
-            lambda: self.backend.sessions(), callers=callers, ingress=lambda: self._desk.pids(), version=version()
+            lambda: self.backend.sessions(), callers=callers, ingress=lambda: self._frontends.pids(), version=version()
         )
         observers: list[Observer] = [self.statistics, self.metrics, RequestLog(config.logs)]
         self.backend = LocalBackend(
@@ -117,7 +117,7 @@ class Server:
             progress=progress,
         )
         self._tokens = tokens
-        self._desk = FrontendManager(self.backend, statistics=self.statistics)
+        self._frontends = FrontendManager(self.backend, statistics=self.statistics)
         self._grpc: GrpcServer | None = None
         self._claim: SocketClaim | None = None
 
@@ -132,26 +132,26 @@ class Server:
         grpc_at = await self._open_grpc()
         http_at = ""
         if config.http is not None:
-            ports = await self._desk.start_ingress(IngressSpec("http", (HTTP,), config))
+            ports = await self._frontends.start_ingress(IngressSpec("http", (HTTP,), config))
             scheme = "https" if config.tls is not None else "http"
             http_at = f"{scheme}://{_address(config.http.host, ports[HTTP])}"
         return ServeOptions(grpc_at, http_at, self.backend.index())
 
     async def drain(self, grace_s: float) -> None:
         """Report not ready, refuse new work, and let open requests finish for at most `grace_s` seconds."""
-        stops = [self._desk.drain(grace_s)]
+        stops = [self._frontends.drain(grace_s)]
         if self._grpc is not None:
             self._grpc.set_serving(False)
             stops.append(self._grpc.stop(grace_s))
         await asyncio.gather(*stops)
 
     async def close(self) -> None:
-        """End everything now. Safe to call twice."""
-        closing = asyncio.to_thread(self._repository.close)  # first, so that nothing goes on loading
-        ended = await asyncio.gather(closing, self._desk.stop(), return_exceptions=True)
+        """Stop all servers and models at once. Safe to call twice."""
+        closing = asyncio.to_thread(self._repository.close)  # first: it stops models that are loading
+        ended = await asyncio.gather(closing, self._frontends.stop(), return_exceptions=True)
         for error in ended:
             if isinstance(error, BaseException):
-                _log.error("something did not end well", exc_info=error)
+                _log.error("a part of the server could not be closed", exc_info=error)
         if self._grpc is not None:
             await self._grpc.stop(0.0)
         if self._claim is not None:
@@ -175,12 +175,12 @@ class Server:
             port = endpoint.port
             for number in range(endpoint.processes):
                 spec = IngressSpec(f"grpc-{number}", (GRPC,), config).at({GRPC: port})
-                port = (await self._desk.start_ingress(spec))[GRPC]
+                port = (await self._frontends.start_ingress(spec))[GRPC]
         return f"unix:{endpoint.socket}" if endpoint.socket is not None else _address(endpoint.host, port)
 
 
 class _Signals:
-    """The first and the second signal that ask this process to end."""
+    """Handler of the first and the second termination signal."""
 
     def __init__(self) -> None:
         self.exit_code = 0
@@ -191,12 +191,12 @@ class _Signals:
         await self._first.wait()
 
     async def wait_any(self, work: asyncio.Future[Any], *, second: bool = False) -> None:
-        """Wait until `work` is done, or for the first signal (or the second); what it raises is raised here."""
-        asked: asyncio.Future[Any] = asyncio.ensure_future((self._second if second else self._first).wait())
+        """Wait until `work` is done, or for the first signal (or the second). Raises an exception of `work`."""
+        received: asyncio.Future[Any] = asyncio.ensure_future((self._second if second else self._first).wait())
         try:
-            await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, received}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            received.cancel()
         if work.done():
             work.result()
 
@@ -220,7 +220,7 @@ class _Signals:
 
 @contextlib.contextmanager
 def _logging_as(config: ServeConfig) -> Iterator[None]:
-    """Write logs as configured meanwhile."""
+    """Log as configured within the context."""
     handler = start_logs(config.logs)
     try:
         yield
@@ -236,7 +236,7 @@ def _addresses(config: ServeConfig) -> list[tuple[str, int]]:
 
 
 def _try_address(host: str, port: int) -> None:
-    """Raise WeftlineError when an address cannot be had, before models are loaded for it."""
+    """Raise WeftlineError if an address cannot be bound."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         with socket.socket(found[0][0], socket.SOCK_STREAM) as sock:

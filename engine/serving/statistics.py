@@ -4,13 +4,13 @@ A Statistics is an Observer; it holds sums, decides nothing, and has no clock. F
 a new version starts at zero. v2 describes one model with one queue; a pipeline maps to it as follows:
 
     success, fail     requests, with the time from arrival to outputs
-    queue             the time its steps' items waited, added up over the steps
-    compute_infer     the time its steps' items ran, added up; more than `success` where steps ran side by side
-    execution_count   calls of its nodes, over all steps: a call that four requests shared counts once
-    batches           those calls by how many items shared them
+    queue             sum of the queueing times of its steps' items
+    compute_infer     sum of the run times of its steps' items; more than `success` if steps run concurrently
+    execution_count   calls of its nodes, over all steps: a call shared by four requests counts once
+    batches           those calls by batch size
 
-Its steps have the same figures under `pipeline.step`. What v2 has and nothing here does (cache hits, a phase of its own
-for inputs and outputs) stays at zero.
+Its steps have the same figures under `pipeline.step`. Figures of v2 that do not exist here (cache hits, times of input
+and output conversion) are zero.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NS = 1_000_000  # in a millisecond
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """How often something happened, and how long it took altogether."""
+    """Number of events, and their total time."""
 
     count: int = 0
     ns: int = 0
 
 
 class Batches(msgspec.Struct, frozen=True):
-    """The calls that `size` items shared: how many, and how long they ran."""
+    """Calls with batches of `size` items: number and total run time."""
 
     size: int
     calls: Spent
@@ -44,9 +44,9 @@ class ModelFigures(msgspec.Struct, frozen=True):
     """The figures of one model, or of one step of a pipeline.
 
     last_ms:    when its last request arrived, in ms since the epoch; 0 when none did.
-    inferences: items it answered.
-    executions: calls of nodes it took to answer them.
-    queue, compute_infer: time of all its steps together, for as many requests as `success` counts.
+    inferences: successful requests.
+    executions: calls of its nodes.
+    queue, compute_infer: total time of all its steps, with the count of `success`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Statistics:
         self._models: dict[str, _Model] = {}
 
     def __call__(self, record: Record) -> None:
-        """Count one request; those that no version answered for (an unknown model) are not kept."""
+        """Count one request; those without a version (an unknown model) are ignored."""
         if record.version < 1:
             return
         model = self._models.get(record.model)
@@ -78,7 +78,7 @@ class Statistics:
             model.add(record)
 
     def of(self, model: str, version: int) -> tuple[ModelFigures, ...]:
-        """Return the figures of a model and then of its steps that ran; zeros when it was not asked in this version."""
+        """Return the figures of a model, then of its steps that ran; zeros if this version had no request."""
         found = self._models.get(model)
         if found is None or found.version != version:
             return (ModelFigures(model, version),)
@@ -88,8 +88,8 @@ class Statistics:
     async def tell(self, versions: Mapping[str, int]) -> tuple[ModelFigures, ...]:
         """Return the figures of models, given with the version that serves, and of their steps, sorted by name.
 
-        A step whose name is also one of the models' (an exposed one) appears once, as the model. It does not wait:
-        when the server is in another process than the backend, the one there does.
+        A step that is also a model (an exposed one) appears once, as the model. Does not wait; it is async because a
+        server in another process than the backend has to.
         """
         found: dict[str, ModelFigures] = {}
         for model, version in versions.items():
@@ -100,13 +100,13 @@ class Statistics:
 
 
 def _is_reborn(model: _Model, record: Record) -> bool:
-    """Whether a model was unloaded and loaded again since: versions then begin at 1, and requests come later."""
+    """Return True if the model was unloaded and loaded again since; versions then restart at 1."""
     return record.version < model.version and record.started_ns > model.began_ns
 
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that grows; in floats, for a call that was shared by three counts a third for each."""
+    """A running sum, in floats: a call shared by three requests counts a third for each."""
 
     count: float = 0.0
     ms: float = 0.0
@@ -122,7 +122,7 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Sums:
-    """Everything that is added up for a pipeline, or for a step."""
+    """Sums of a pipeline or a step."""
 
     success: _Sum = field(default_factory=_Sum)
     fail: _Sum = field(default_factory=_Sum)
@@ -141,7 +141,7 @@ class _Sums:
 
     def figures(self, name: str, version: int, last_ms: int) -> ModelFigures:
         batches = tuple(Batches(size, one.spent) for size, one in sorted(self.batches.items()))
-        answered = self.success.spent.count  # v2 counts requests here, however many steps each of them ran
+        answered = self.success.spent.count  # v2 counts requests here, not steps
         return ModelFigures(
             name,
             version,

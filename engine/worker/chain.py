@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import BatchDone, Failure, Item, RunBatch, StepRun
 from weftline.engine.protocol.packed import Row, Source
@@ -60,7 +62,7 @@ class HostedChain:
                     copy_aliased(made, rows, self._memory)
                 for at, row in zip(batch, made):
                     if isinstance(row, Failure):
-                        ended[at] = Failure(row.error, row.message, position, row.traceback)
+                        ended[at] = msgspec.structs.replace(row, stage=position)
                     else:
                         had[at].append(row)
             ran.append(StepRun((time.perf_counter() - started) * 1000, step.batches, len(alive)))
@@ -72,7 +74,7 @@ class HostedChain:
         results = self._placement.place(rows_out)
         for at, one in enumerate(results):
             if one.__class__ is Failure and at not in ended:
-                results[at] = Failure(one.error, one.message, last, one.traceback)
+                results[at] = msgspec.structs.replace(one, stage=last)
         finished, unfinished, moved = finish(self._memory, message, results)
         copied = self._memory.copied_bytes
         return BatchDone(message.dispatch, finished, tuple(ran), copied, out_of_memory, unfinished, moved)

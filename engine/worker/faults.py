@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import weftline.engine
 import weftline.nodes
 from weftline.engine.protocol.messages import Failure
-from weftline.errors import BY_NAME, WeftlineError
+from weftline.errors import BY_NAME, InputError, WeftlineError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.out_of_memory import is_out_of_memory
 from weftline.shm.device.cuda_errors import LOST, NUMBERS
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MESSAGE_CHARS_MAX = 600
+PARAM_CHARS_MAX = 80
 TRACEBACK_CHARS_MAX = 16_384
 """Longest traceback; the middle of a longer one is cut."""
 
@@ -64,7 +65,9 @@ def failure(error: BaseException) -> Failure:
         if isinstance(error, BdbQuit):
             text += " (the debugger was left; in a worker it has no terminal: weftline run --debug STEP gives it one)"
     text = _printable(text)
-    return Failure(name, _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX], traceback=_traceback(error))
+    message = _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX]
+    param = _printable(error.param)[:PARAM_CHARS_MAX] if isinstance(error, InputError) else ""
+    return Failure(name, message, traceback=_traceback(error), param=param)
 
 
 def out_of_memory(error: BaseException) -> Failure:

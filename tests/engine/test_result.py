@@ -27,6 +27,12 @@ def test_each_end_has_its_class_and_its_words() -> None:
     assert isinstance(error_of(ev.Fail(-1, "RequestCancelled", "replaced")), RequestCancelled)
 
 
+def test_an_invalid_input_names_its_option() -> None:
+    failed = error_of(ev.Fail(1, "InputError", "temperature: found -1", "b", param="temperature"))
+    assert isinstance(failed, InputError)
+    assert (str(failed), failed.param) == ("step b: temperature: found -1", "temperature")
+
+
 def test_a_refusal_is_of_the_class_it_names() -> None:
     full = error_of(ev.Refuse(1, "full", 0.25))
     assert isinstance(full, LimitReached) and full.retry_after_s == 0.25

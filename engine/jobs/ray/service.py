@@ -21,7 +21,6 @@ import msgspec
 from weftline.engine.jobs.ray.grpc_adapter import CHECK, STREAM, UNARY, Aborted, Message, RayCallContext, full_name
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.gate import Gate
-from weftline.engine.serving.auth.logs import RequestLog, start_logs
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
@@ -32,6 +31,7 @@ from weftline.engine.serving.grpc.service import Guard
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.local import LocalBackend
+from weftline.engine.serving.logs import RequestLog, start_logs
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.v2.metadata import server_ready
 from weftline.errors import LimitReached, ModelError, WeftlineError

@@ -32,6 +32,7 @@ from weftline.engine.llm.grammar.constraint import Constraint
 from weftline.engine.llm.grammar.masks import Vocabulary, read_vocabulary
 from weftline.engine.llm.grammar.matcher import Grammar, explain
 from weftline.engine.llm.grammar.sandbox import TrialProcess
+from weftline.engine.llm.params import sampling_error
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "Pending"]
@@ -157,7 +158,7 @@ class GrammarCompiler:
             except WeftlineError as error:
                 outcome = error
             except BaseException as error:  # a panic too: a thread that ended here would leave everybody waiting
-                outcome = InputError(f"sampling.{constraint.kind}: cannot be prepared: {type(error).__name__}")
+                outcome = sampling_error(constraint.kind, f"cannot be prepared: {type(error).__name__}")
             if not isinstance(outcome, Grammar | InputError):
                 self._forget(constraint, pending)
             pending.finish(outcome)
@@ -207,7 +208,7 @@ def _translated(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex("|".join(map(_literal, value)))
     if constraint.kind in ("regex", "grammar"):
         if constraint.kind == "grammar" and "::=" in value:
-            raise InputError("sampling.grammar: found '::=', as in GBNF; expected Lark: name: item item | item")
+            raise sampling_error("grammar", "found '::=', as in GBNF; expected Lark: name: item item | item")
         # \d and \w are ASCII as in JSON Schema: a model is not asked for digits in forty scripts.
         lark = value if constraint.kind == "grammar" else f"start: /{regex_to_lark(value, 'dw')}/"
         return json.dumps({"grammars": [{"lark_grammar": lark}]})  # bare, it could be taken for such JSON itself

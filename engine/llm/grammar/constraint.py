@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weftline.engine.llm.params import sampling_error
 from weftline.errors import InputError
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -42,27 +43,27 @@ class Constraint:
         if self.kind == "choice":
             self._check_choices()
         elif not isinstance(self.value, str) or bool(self.value) == (self.kind == "json_object"):
-            raise InputError(f"sampling.{self.kind}: found {_shown(self.value)}, expected {_EXPECTED[self.kind]}")
+            raise sampling_error(self.kind, f"found {_shown(self.value)}, expected {_EXPECTED[self.kind]}")
         elif _size(self.kind, self.value) > TEXT_BYTES_MAX:
-            raise InputError(f"sampling.{self.kind}: found more than {TEXT_BYTES_MAX} bytes, its limit; shorten it")
+            raise sampling_error(self.kind, f"found more than {TEXT_BYTES_MAX} bytes, its limit; shorten it")
         elif self.kind == "json_schema":
             _check_schema(self.value)
         elif self.kind == "regex" and len(self.value) > REGEX_CHARS_MAX:
             found = len(self.value)
-            raise InputError(f"sampling.regex: found {found} characters, expected at most {REGEX_CHARS_MAX}")
+            raise sampling_error("regex", f"found {found} characters, expected at most {REGEX_CHARS_MAX}")
         elif self.kind == "regex" and (len(self.value) - len(self.value.rstrip("\\"))) % 2:
-            raise InputError("sampling.regex: found a backslash at the end, expected what it stands before")
+            raise sampling_error("regex", "found a backslash at the end, expected what it stands before")
 
     def _check_choices(self) -> None:
         texts = self.value
         if not isinstance(texts, tuple) or not 0 < len(texts) <= CHOICES_MAX:
             found = f"a list of {len(texts)}" if isinstance(texts, tuple) else _shown(texts)
-            raise InputError(f"sampling.choice: found {found}, expected a list of 1 to {CHOICES_MAX} texts")
+            raise sampling_error("choice", f"found {found}, expected a list of 1 to {CHOICES_MAX} texts")
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise InputError(f"sampling.choice: found {_shown(text)}, expected texts that are not empty")
+                raise sampling_error("choice", f"found {_shown(text)}, expected texts that are not empty")
         if sum(_size("choice", text) for text in texts) > TEXT_BYTES_MAX:
-            raise InputError(f"sampling.choice: found more than {TEXT_BYTES_MAX} bytes together, the limit")
+            raise sampling_error("choice", f"found more than {TEXT_BYTES_MAX} bytes together, the limit")
 
     @classmethod
     def read(cls, value: object) -> Constraint:
@@ -76,7 +77,7 @@ class Constraint:
         ((kind, what),) = value.items()
         if kind == "json_object":
             if what is not True:
-                raise InputError(f"sampling.json_object: found {_shown(what)}, expected true")
+                raise sampling_error("json_object", f"found {_shown(what)}, expected true")
             return cls("json_object")
         if kind == "json_schema":
             return cls(kind, _written(what))
@@ -95,21 +96,21 @@ _EXPECTED = {
 
 def _written(schema: object) -> str:
     if not isinstance(schema, Mapping):
-        raise InputError(f"sampling.json_schema: found {type(schema).__name__}, expected an object")
+        raise sampling_error("json_schema", f"found {type(schema).__name__}, expected an object")
     _check_nesting(schema)
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError, RecursionError):  # NaN, numbers of thousands of digits, values JSON does not have
-        raise InputError("sampling.json_schema: holds a value that cannot be written as JSON") from None
+        raise sampling_error("json_schema", "holds a value that cannot be written as JSON") from None
 
 
 def _check_schema(text: str) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
-        raise InputError("sampling.json_schema: found text that is not JSON, or is nested too deeply") from None
+        raise sampling_error("json_schema", "found text that is not JSON, or is nested too deeply") from None
     if not isinstance(schema, dict):
-        raise InputError(f"sampling.json_schema: found {type(schema).__name__}, expected an object")
+        raise sampling_error("json_schema", f"found {type(schema).__name__}, expected an object")
     _check_nesting(schema)
 
 
@@ -123,15 +124,15 @@ def _check_nesting(schema: object) -> None:
         if not level:
             return
         if len(level) > TEXT_BYTES_MAX:
-            raise InputError(f"sampling.json_schema: found more than {TEXT_BYTES_MAX} values, the limit")
-    raise InputError(f"sampling.json_schema: found values nested deeper than {NESTING_MAX}, its limit")
+            raise sampling_error("json_schema", f"found more than {TEXT_BYTES_MAX} values, the limit")
+    raise sampling_error("json_schema", f"found values nested deeper than {NESTING_MAX}, its limit")
 
 
 def _size(kind: str, text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise InputError(f"sampling.{kind}: found half of a surrogate pair, which is no character") from None
+        raise sampling_error(kind, "found half of a surrogate pair, which is no character") from None
 
 
 def _shown(value: object) -> str:

@@ -1,6 +1,6 @@
 """Exposure check: listening beyond this machine requires TLS and tokens, or an explicit opt-out.
 
-Pure: addresses are judged as they are written, and no name is looked up. What is not certainly loopback is not.
+Pure: no name is looked up. An address that is not certainly loopback counts as exposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SOURCE = "weftline serve"
 def check_exposure(config: ServeConfig, source: str = SOURCE) -> None:
     """Raise PipelineError, with every problem, when an address is more exposed than it is protected.
 
-    source: what the problems are said of: a configuration file, or the command.
+    source: file name in the problems: a configuration file, or the command.
     """
     problems = list(_problems(config, source))
     if problems:
@@ -25,13 +25,13 @@ def check_exposure(config: ServeConfig, source: str = SOURCE) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address: 127.0.0.0/8, ::1, or `localhost`."""
+    """Return True for addresses that only this machine can reach: 127.0.0.0/8, ::1 and `localhost`."""
     if host.lower() == "localhost":
         return True
     try:
         address = ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False  # a name, or one of the forms that only some resolvers take for an address
+        return False  # a name, or a form that only some resolvers accept as an address
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return address.ipv4_mapped.is_loopback
     return address.is_loopback

@@ -18,11 +18,11 @@ from functools import partial
 
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.plain import one_line, redacted
-from weftline.engine.serving.auth.rate import RateLimit
 from weftline.engine.serving.auth.token_entries import Token
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.v2.messages import InferRequest
+from weftline.engine.token_bucket import RateLimit
 from weftline.errors import AccessDenied, LimitReached
 
 DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0
@@ -52,7 +52,7 @@ class Caller:
     """An identified caller.
 
     name:   as in the token file; '' without one.
-    admin:  may load and unload, see why a model is not ready, and do everything else.
+    admin:  has every right, among them load, unload and the reason why a model is not ready.
     models: names of the models it may call and see; None: every one.
     memory: may use shared memory.
     sha256: digest of its token, so that a stream ends when the token is replaced under the same name.
@@ -98,7 +98,7 @@ class Gate:
 
     tokens: None: no token is required.
     clock:  seconds, for rates.
-    shares: how many gates, each in a process of its own, share the tokens' rates; each allows its part.
+    shares: number of gates, one per process, that share the tokens' rates; each allows its part.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Gate:
                 raise AccessDenied(NO_METHOD)
             return UNRESTRICTED
         entry = self._tokens.find(token) if token and len(token) <= self._chars_max else None
-        if kind is OPEN:  # a probe needs no token; one with a token also sees the state of single models
+        if kind is OPEN:  # a probe needs no token; with a token, it also lists the models that are not ready
             return ANONYMOUS if entry is None else self._caller(entry, method)
         if entry is None:
             self._log_denial(method, "", BAD_TOKEN if token else NO_TOKEN)
@@ -199,8 +199,7 @@ class Gate:
 def bearer(values: Sequence[str | bytes]) -> str | None:
     """Return the token of an `authorization` header, None when there is none; AccessDenied when it is anything else.
 
-    The scheme's case does not matter (RFC 9110, 11.1). A second header is refused: two readers of one request could
-    take different ones.
+    The scheme is case-insensitive (RFC 9110, 11.1). A second header is refused: a proxy could check the other one.
     """
     if not values:
         return None

@@ -1,7 +1,7 @@
 """Table of all methods and routes with the right each requires.
 
-gRPC methods stand under their full names, HTTP routes as `HTTP <method> <template>`. Tests compare the table with the
-descriptors of the gRPC services and with the routes of the HTTP server, so that none can be served and forgotten here.
+Keys are full names of gRPC methods, and `HTTP <method> <template>`. Tests compare the table with the descriptors of the
+gRPC services and the routes of the HTTP server, so that none is missing here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INFERENCE = "/inference.GRPCInferenceService/"
 _GRPC = {
     INFERENCE + "ServerLive": OPEN,
     INFERENCE + "ServerReady": OPEN,
-    INFERENCE + "ModelReady": READ,  # its answer tells whether a model exists
+    INFERENCE + "ModelReady": READ,  # its response reveals whether a model exists
     INFERENCE + "ServerMetadata": READ,
     INFERENCE + "ModelMetadata": READ,
     INFERENCE + "ModelConfig": READ,

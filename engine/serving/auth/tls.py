@@ -1,8 +1,8 @@
 """TLS contexts from PEM files, reloaded when they change.
 
-Each new connection is served by what the files say then; open ones keep what they began with. Files that do not fit
-together (a certificate that was replaced a moment before its key, a typing mistake) leave the last good ones in force,
-and the log says so. What is checked is exactly what is used: the bytes are read once.
+Each new connection uses the current files; open connections keep theirs. Files that do not match (a certificate that
+was replaced a moment before its key, or a broken file) are logged, and the last valid ones stay in force. The bytes are
+read once, so the checked bytes are the used bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import grpc
 
 PEM_BYTES_MAX = 4 << 20
-"""Largest file read; a bundle of every public authority has some 200 KB."""
+"""Largest file; a bundle of all public authorities has about 200 KB."""
 
 SOURCE = "weftline serve"
 
@@ -33,7 +33,7 @@ _log = logging.getLogger("weftline.access")
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What the files held at one time: certificate chain, its key, and whose client certificates are accepted."""
+    """Contents of the files at one time. client_ca: authorities of accepted client certificates."""
 
     certificate: bytes
     key: bytes
@@ -41,7 +41,7 @@ class Pem:
 
 
 class TlsFiles:
-    """The files of a `Tls`, looked at again whenever `fresh` is called. Safe from any thread.
+    """The files of a `Tls`; `fresh` reloads changed ones. Safe from any thread.
 
     PipelineError, with every problem, when they cannot be used at the start.
     """
@@ -63,7 +63,7 @@ class TlsFiles:
         return self._context
 
     def fresh(self) -> bool:
-        """Read the files again if they have changed; whether there is something new and good."""
+        """Reload the files if they have changed; return True if the contents are new and valid."""
         with self._lock:
             seen = _signature(self._tls)
             if seen == self._seen:
@@ -83,7 +83,7 @@ class TlsFiles:
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return credentials for a gRPC server; with `client_ca`, clients must show a certificate."""
+    """Return credentials for a gRPC server; with `client_ca`, clients must present a certificate."""
     import grpc
 
     files = TlsFiles(tls)
@@ -100,11 +100,11 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def ssl_context(tls: Tls, protocol: str = "http/1.1") -> ssl.SSLContext:
-    """Return a context for a server; with `client_ca`, clients must show a certificate.
+    """Return a context for a server; with `client_ca`, clients must present a certificate.
 
     protocol: offered by ALPN: 'http/1.1' or 'h2'.
 
-    The files are looked at during each handshake, when the client has said hello and before it is answered.
+    Changed files are reloaded in each handshake, between ClientHello and ServerHello.
     """
     files = TlsFiles(tls, protocol)
 
@@ -118,7 +118,7 @@ def ssl_context(tls: Tls, protocol: str = "http/1.1") -> ssl.SSLContext:
 
 
 def read_pem(tls: Tls) -> Pem:
-    """Return what the files hold now; PipelineError with every file that cannot be read."""
+    """Read the files; PipelineError with every file that cannot be read."""
     problems: list[Problem] = []
     certificate = _read("tls.certificate", tls.certificate, problems)
     key = _read("tls.key", tls.key, problems, secret=True)
@@ -129,7 +129,7 @@ def read_pem(tls: Tls) -> Pem:
 
 
 def context_of(pem: Pem, protocol: str = "http/1.1") -> ssl.SSLContext:
-    """Return a server's context; PipelineError when the key is not the certificate's, or one of them is no PEM."""
+    """Return a server's context; PipelineError if key and certificate do not match, or one is not PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -144,8 +144,8 @@ def context_of(pem: Pem, protocol: str = "http/1.1") -> ssl.SSLContext:
             raise PipelineError([Problem("tls.certificate and tls.key", found, fix, file=SOURCE)]) from None
     if pem.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
-        # A resumed session is not asked for its certificate again, and outlives the authority that was good then.
-        # TLS 1.3 has no resumption but by tickets.
+        # A resumed session presents no certificate again, and would outlive a removed authority. TLS 1.3 resumes by
+        # tickets only.
         context.num_tickets = 0
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
@@ -186,7 +186,7 @@ def _signature(tls: Tls) -> tuple[object, ...]:
 
 
 def _as_file(data: bytes, stack: ExitStack) -> str:
-    """Return a name under which OpenSSL can read `data`, which is nowhere but in memory."""
+    """Return a path under which OpenSSL can read `data`, which stays in memory."""
     fd = os.memfd_create("pem", os.MFD_CLOEXEC)
     stack.callback(os.close, fd)
     with open(fd, "wb", closefd=False) as file:
@@ -195,7 +195,7 @@ def _as_file(data: bytes, stack: ExitStack) -> str:
 
 
 def _no_password() -> str:
-    return ""  # else OpenSSL asks at the terminal
+    return ""  # else OpenSSL prompts at the terminal
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
 """Parser of token files that reports every mistake at once.
 
-Pure. A digest, or a value in its place, is never quoted in a problem: it may be the token itself.
+Pure. A problem never quotes a digest, or the value in its place, which may be the token itself.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Token:
     sha256:         digest of the token, 32 bytes.
     models:         names of the models it may call, in full (`ocr`, `ocr.detect`); None: every one.
     admin:          it may load and unload, change settings, and do everything else.
-    memory:         it may register shared memory. Regions are the server's: all who may see each other's.
-    metrics:        it may read the figures.
-    requests_per_s: how often it may call, on the long run; None: as often as it likes.
-    burst:          how many calls it may make at once after a pause.
+    memory:         it may register shared memory. Regions are shared by all tokens with this right.
+    metrics:        it may read the metrics.
+    requests_per_s: average rate of calls; None: unlimited.
+    burst:          most calls at once after a pause.
     """
 
     name: str

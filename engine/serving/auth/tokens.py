@@ -5,7 +5,7 @@
       - {name: ops, sha256: 60303a..., admin: true}
 
 Only SHA-256 digests are stored, of tokens with 256 random bits (`new_token`), for which a plain digest is enough. The
-file is read again when it changes; a new one that cannot be read leaves the old one in force, and the log says so.
+file is reloaded when it changes; if the new one is invalid, that is logged and the old tokens stay in force.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger("weftline.access")
 
 
 def new_token() -> str:
-    """Return a new token, of 256 random bits. Its beginning lets it be recognised, and kept out of logs."""
+    """Return a new token, of 256 random bits. Its prefix lets logs redact it."""
     return "wl_" + secrets.token_urlsafe(32)
 
 
@@ -46,7 +46,7 @@ def digest(token: str) -> str:
 
 
 class TokenFile:
-    """The tokens of one file; PipelineError with every problem when it cannot be used at the start."""
+    """The tokens of one file; PipelineError with every problem if it is invalid at the start."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class TokenFile:
         return found
 
     def named(self, name: str) -> Token | None:
-        """Return the entry of a name as the file has it now."""
+        """Return the current entry of a name."""
         self._refresh()
         return next((entry for entry in self._tokens if entry.name == name), None)
 
@@ -106,14 +106,14 @@ def _read(path: Path) -> tuple[tuple[int, ...], tuple[Token, ...]]:
 
 
 def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO does not hold us up
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a FIFO does not block
 
 
 def _check_mode(path: Path, held: os.stat_result) -> None:
     if not stat.S_ISREG(held.st_mode):
         raise PipelineError([Problem("", "is no regular file", file=str(path))])
     mode = stat.S_IMODE(held.st_mode)
-    if mode & 0o026:  # the group may read it: a mounted Kubernetes secret is given to the server that way
+    if mode & 0o026:  # the group may read it: Kubernetes mounts secrets that way
         found, fix = f"others may read or write it (mode {mode:04o})", "chmod 600, or 640"
         raise PipelineError([Problem("", found, "a file for the server's user alone", fix, file=str(path))])
 

@@ -28,7 +28,7 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.model_info import ModelInfo, ModelState
-from weftline.errors import LimitReached, PipelineError, RequestCancelled, StepError, WeftlineError
+from weftline.errors import InputError, LimitReached, PipelineError, RequestCancelled, StepError, WeftlineError
 
 ARENA = 0
 """Arena number in places; each direction has one arena."""
@@ -63,6 +63,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: float = 0.0
     step: str = ""
     timings: tuple[StepTiming, ...] = ()
+    param: str = ""
 
 
 # engine -> ingress
@@ -312,7 +313,8 @@ def to_wire_error(error: BaseException) -> WireError:
     name = next((cls.__name__ for cls in type(error).__mro__ if _ERRORS.get(cls.__name__) is cls), "WeftlineError")
     status = error.status if error.status != _ERRORS[name].status else ""
     step = error.step if isinstance(error, StepError) else ""
-    return WireError(name, str(error), status, error.retry_after_s, step, tuple(error.timings))
+    param = error.param if isinstance(error, InputError) else ""
+    return WireError(name, str(error), status, error.retry_after_s, step, tuple(error.timings), param)
 
 
 def from_wire_error(wire: WireError) -> WeftlineError:
@@ -323,6 +325,8 @@ def from_wire_error(wire: WireError) -> WeftlineError:
         error.step = wire.step
     if isinstance(error, PipelineError):
         error.problems = ()
+    if isinstance(error, InputError):
+        error.param = wire.param
     if wire.status:
         error.status = wire.status  # type: ignore[misc]
     error.retry_after_s = wire.retry_after_s

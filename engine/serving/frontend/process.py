@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from weftline.engine.serving.auth.gate import Gate
-from weftline.engine.serving.auth.logs import start_logs
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.frontend import messages as msg
@@ -36,6 +35,7 @@ from weftline.engine.serving.frontend.remote import RemoteBackend
 from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, attach_request_buffer
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.identity import version
+from weftline.engine.serving.logs import start_logs
 from weftline.engine.worker.hardening import harden
 from weftline.errors import WeftlineError
 from weftline.shm.arena import HostArena

@@ -24,8 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
@@ -327,14 +326,6 @@ class FrontendManager:
     def pids(self) -> dict[str, int]:
         """Return the pid of every running ingress process by name."""
         return {one.spec.name: one.pid for one in self._supervisors if one.pid is not None}
-
-    def stats(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the open requests and unreleased response bytes of each running ingress process."""
-        return {
-            one.spec.name: {"open": one.connection.open_requests, "lent_bytes": one.connection.lent_bytes}
-            for one in self._supervisors
-            if one.connection is not None
-        }
 
     async def _poll(self) -> None:
         rounds = 0

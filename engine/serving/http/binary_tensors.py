@@ -1,7 +1,7 @@
 """Binary tensor extension of v2 REST: a JSON header followed by raw tensor bytes.
 
     POST .../infer
-    Inference-Header-Content-Length: 123          how long the JSON is; without it all of the body is JSON
+    Inference-Header-Content-Length: 123          length of the JSON; without it all of the body is JSON
     {"inputs": [{"name", "datatype", "shape", "parameters": {"binary_data_size": 4096}}], "outputs": [...]}<bytes>
 
 A tensor comes as `data` (nested or flat lists), in the bytes behind the JSON, or in registered shared memory. Outputs
@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
 from weftline.engine.serving.v2.elements import decode_elements
 from weftline.engine.serving.v2.messages import (
@@ -35,6 +34,7 @@ from weftline.engine.serving.v2.messages import (
     region_of,
 )
 from weftline.engine.serving.v2.strict_json import loads
+from weftline.errors import InputError
 
 HEADER = "inference-header-content-length"
 BODY_VALUES = 1 << 16
@@ -45,7 +45,7 @@ SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
 
 @dataclass(frozen=True, slots=True)
 class BinaryOutputs:
-    """Which outputs go out as bytes: those named, and all others as `rest` says."""
+    """Selection of the outputs sent as bytes: `named` by output, `rest` for all others."""
 
     named: Mapping[str, bool] = field(default_factory=dict)
     rest: bool = False
@@ -57,13 +57,13 @@ class BinaryOutputs:
 def read_request(
     body: bytes | bytearray | memoryview, header_length: str | None, model: str, version: str, limits: ServeLimits
 ) -> tuple[InferRequest, BinaryOutputs]:
-    """Parse a body into its request and the form of its outputs; HttpError or InputError if it is invalid."""
+    """Parse a body into its request and the form of its outputs; InputError if it is invalid."""
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
     head = loads(whole[:length], what, limits.elements_max + BODY_VALUES)
     if not isinstance(head, dict):
-        raise HttpError("the body: expected a JSON object with inputs")
+        raise InputError("the body: expected a JSON object with inputs")
     behind = _Behind(whole[length:])
     inputs = tuple(_tensor(one, behind, limits) for one in _objects(head, "inputs", limits.tensors_max))
     behind.check_used_up()
@@ -77,7 +77,7 @@ def read_request(
 
 
 def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes, int | None]:
-    """Return a body, and how long its JSON is; None: all of it is JSON. Bytes of tensors are copied once."""
+    """Return a body and the length of its JSON (None: all of it). Bytes of tensors are copied once."""
     parts: list[bytes | memoryview] = []
     outputs = []
     for one in response.outputs:
@@ -100,7 +100,7 @@ def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes
 
 
 class _Behind:
-    """The bytes behind the header, handed out in the order of the inputs."""
+    """The bytes behind the header, consumed in the order of the inputs."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -109,30 +109,30 @@ class _Behind:
     def take(self, size: object, name: str) -> memoryview:
         if type(size) is not int or not 0 <= size <= len(self._data) - self._at:
             left = len(self._data) - self._at
-            raise HttpError(f"input {name}: {SIZE}: expected a size within the {left} bytes that are left")
+            raise InputError(f"input {name}: {SIZE}: expected a size within the {left} bytes that are left")
         self._at += size
         return self._data[self._at - size : self._at]
 
     def check_used_up(self) -> None:
         if self._at != len(self._data):
-            raise HttpError(f"found {len(self._data) - self._at} bytes behind the last input; each says its {SIZE}")
+            raise InputError(f"found {len(self._data) - self._at} bytes behind the last input; each says its {SIZE}")
 
 
 def header_bytes(given: str | None, whole: int) -> int:
-    """Return the length of a body's JSON by its header; HttpError for an impossible one."""
+    """Return the length of a body's JSON by its header; InputError for an impossible one."""
     if given is None:
         return whole
     if not (given.isascii() and given.isdigit() and len(given) <= 12) or int(given) > whole:
-        raise HttpError(f"{HEADER}: expected the length of the JSON at the body's start, at most {whole}")
+        raise InputError(f"{HEADER}: expected the length of the JSON at the body's start, at most {whole}")
     return int(given)
 
 
 def _objects(head: Mapping[str, Any], key: str, most: int) -> list[dict[str, Any]]:
     found = head.get(key, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise HttpError(f"{key}: expected a list of objects")
+        raise InputError(f"{key}: expected a list of objects")
     if len(found) > most:
-        raise HttpError(f"{key}: found {len(found)}, expected at most {most}")
+        raise InputError(f"{key}: found {len(found)}, expected at most {most}")
     return found
 
 
@@ -144,7 +144,7 @@ def _tensor(given: dict[str, Any], behind: _Behind, limits: ServeLimits) -> Tens
     shape, datatype, data = _shape(given, what), _text(given, "datatype"), given.get("data")
     ways = (region is not None) + (SIZE in parameters) + (data is not None)
     if ways != 1:
-        raise HttpError(f"{what}: expected its elements once: in data, behind the JSON, or in shared memory")
+        raise InputError(f"{what}: expected its elements once: in data, behind the JSON, or in shared memory")
     if region is not None:
         return Tensor(name, datatype, shape, region=region, parameters=parameters)
     if SIZE in parameters:
@@ -153,7 +153,7 @@ def _tensor(given: dict[str, Any], behind: _Behind, limits: ServeLimits) -> Tens
     for value in _flat(data):
         values.append(value)
         if len(values) > limits.elements_max:
-            raise HttpError(f"{what}: found more than {limits.elements_max} elements in JSON, limits.elements_max")
+            raise InputError(f"{what}: found more than {limits.elements_max} elements in JSON, limits.elements_max")
     return Tensor(name, datatype, shape, values=tuple(values), parameters=parameters)
 
 
@@ -177,30 +177,30 @@ def _output(given: dict[str, Any]) -> WantedOutput:
 def _shape(given: dict[str, Any], what: str) -> tuple[int, ...]:
     shape = given.get("shape")
     if not isinstance(shape, list) or not all(type(one) is int for one in shape):
-        raise HttpError(f"{what}: shape: expected a list of whole numbers")
+        raise InputError(f"{what}: shape: expected a list of whole numbers")
     return tuple(shape)
 
 
 def _text(given: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = given.get(key, default)
     if not isinstance(value, str):
-        raise HttpError(f"{key}: expected a text")
+        raise InputError(f"{key}: expected a text")
     return value
 
 
 def _parameters(given: Mapping[str, Any], what: str) -> dict[str, Parameter]:
     found = given.get("parameters", {})
     if not isinstance(found, dict):
-        raise HttpError(f"{what}: parameters: expected an object")
+        raise InputError(f"{what}: parameters: expected an object")
     for name, value in found.items():
         if not isinstance(value, bool | int | float | str):
-            raise HttpError(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
+            raise InputError(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
     return found
 
 
 def _is(value: object, key: str) -> bool:
     if value is not None and not isinstance(value, bool):
-        raise HttpError(f"{key}: expected true or false")
+        raise InputError(f"{key}: expected true or false")
     return bool(value)
 
 
@@ -216,8 +216,8 @@ def _data(one: Tensor) -> list[Any]:
         try:
             return [str(element, "utf-8") for element in decode_elements(raw, math.prod(one.shape))]
         except UnicodeDecodeError:
-            raise HttpError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
+            raise InputError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
     if one.datatype == "BF16":
-        raise HttpError(f"output {one.name} is BF16, which JSON cannot express: ask for it with {ONE}")
+        raise InputError(f"output {one.name} is BF16, which JSON cannot express: ask for it with {ONE}")
     numbers: list[Any] = np.frombuffer(raw, NUMPY[one.datatype]).tolist()
     return numbers

@@ -1,6 +1,6 @@
 """Request body reader: size limits, decompression, strict JSON and forms.
 
-Whether a caller may send a body at all is decided from its headers, before any of this (`middleware.py`).
+`middleware.py` refuses a body by its headers before any of it is read.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WAIT_S = 10.0
 """Longest wait of an unread body for room in the budget; half of `limits.header_s` if that is less."""
 
 SLOW_S, LOOK_S = 2.0, 0.5
-"""How long a body may be slow while others wait, and the interval of that check."""
+"""Longest time that a body may be slow while others wait, and the interval of that check."""
 
 DEFLATE_RATIO = 1032
-"""Most bytes that one byte of deflate can become."""
+"""Largest expansion of deflate, per byte."""
 
-ASIDE_BYTES = 1 << 10
-"""Compressed size from which a thread decompresses a body (up to a megabyte unpacked)."""
+THREAD_BYTES = 1 << 10
+"""Compressed size from which a thread decompresses a body; smaller ones expand to a megabyte at most."""
 
 FIELDS_MAX, FIELD_BYTES_MAX = 64, 64 << 10
 """Most fields of a form besides its file, and the largest of them."""
@@ -42,11 +42,11 @@ _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Body:
-    """The body of one request, which is received within limits: `receive` is the ASGI callable for the application.
+    """The body of one request, received within limits. `receive` is the ASGI callable for the application.
 
-    A body of up to FREE_BYTES is taken as it comes. A larger one waits unread until `budget` has room for it, and for
-    what it is unpacked to; `100-continue` is sent only then. After `wait_s` without
-    room it is refused (429). While others wait, one that comes slower than BODY_BYTES_S is refused (408).
+    A body of up to FREE_BYTES is not counted. A larger one waits unread until `budget` has room for it and for its
+    decompressed form; `100-continue` is sent only then. It is refused (429) after WAIT_S without room. While others
+    wait, a body slower than BODY_BYTES_S is refused (408).
     """
 
     def __init__(self, receive: Receive, headers: Headers, limits: ServeLimits, budget: ByteBudget) -> None:
@@ -116,7 +116,10 @@ class Body:
 
 
 def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
-    """Return how much memory a body may take: of a form twice its size, of a compressed one what it may unpack to."""
+    """Return the memory to reserve for a body.
+
+    A form takes twice its size. A compressed body takes its own size and its largest decompressed size.
+    """
     size = limits.message_bytes_max if length is None else length
     if headers.get("content-type", "").lower().startswith("multipart/"):
         return 2 * size
@@ -126,23 +129,23 @@ def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
 
 
 async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memoryview:
-    """Return the whole body, decompressed where the client says that it is compressed."""
+    """Return the whole body, decompressed according to its content-encoding."""
     body = await _received(request, bytes_max)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         return body
     if encoding not in _WINDOW:
         raise HttpError("content-encoding: expected gzip, deflate or none", code=415)
-    if len(body) < ASIDE_BYTES:
+    if len(body) < THREAD_BYTES:
         return decompressed(body, _WINDOW[encoding], bytes_max)
     return await asyncio.to_thread(decompressed, body, _WINDOW[encoding], bytes_max)
 
 
 async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
-    """Return the body as received; one over FREE_BYTES is in a mapping of its own.
+    """Return the body as received; one over FREE_BYTES is in a memory mapping of its own.
 
-    A bytearray that grows is reallocated again and again; the holes that this leaves in the heap took more memory than
-    the budget allows. Pages of a mapping are used when they are written, and freed with the body.
+    Growing a bytearray reallocates it repeatedly, and the fragmented heap took more memory than the budget. Pages of a
+    mapping are allocated when they are written, and freed with the body.
     """
     size_max = min(int(request.headers.get("content-length", bytes_max)), bytes_max)
     if size_max <= FREE_BYTES:
@@ -177,9 +180,10 @@ def decompressed(body: bytes | bytearray | memoryview, window: int, bytes_max: i
 async def json_object_of(
     request: Request, bytes_max: int, *, empty: bool = False, json: JsonParser | None = None
 ) -> dict[str, Any]:
-    """Return the body as a JSON object; with `empty`, no body at all stands for {}.
+    """Return the body as a JSON object.
 
-    json: reads it; None: it is small, and read here.
+    empty: an empty body is read as {}.
+    json:  parser for large bodies; None: the body is small.
     """
     body = await body_of(request, bytes_max)
     if empty and not bytes(body).strip():
@@ -221,7 +225,7 @@ def text_field(form: FormData, field: str) -> str | None:
 
 
 async def file_field(form: FormData, field: str) -> bytes:
-    """Return the bytes of the form's file. Its name means nothing here."""
+    """Return the bytes of the form's file; its name is ignored."""
     found = form.get(field)
     if not isinstance(found, UploadFile):
         raise HttpError(f"{field}: expected a file", param=field)

@@ -3,10 +3,10 @@
 uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. Here:
 
 - more than `metadata_bytes_max` bytes without a finished header, body piece or request end: 431, and the end;
-- a client that acknowledges nothing for `keepalive_s` + `keepalive_wait_s`, as one does whose network swallows what is
-  sent to it, is taken for gone, whether it waits for an answer or is being sent one (the kernel's doing);
-- a request must be there `header_s` after it began (or after the connection did), and one second later for each
-  BODY_BYTES_S of its body: then the connection ends. A refused request's body is thrown away for `header_s` only.
+- a connection whose peer acknowledges nothing for `keepalive_s` + `keepalive_wait_s` is closed by the kernel, idle or
+  while a response is sent;
+- a request must be complete `header_s` after its start (or that of the connection), plus one second for each
+  BODY_BYTES_S of its body; else the connection is closed. The body of a refused request is discarded for `header_s`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,33 @@ from weftline.engine.serving.config import ServeLimits
 T = TypeVar("T")
 
 BODY_BYTES_S = 256 << 10
-"""Slowest a large body may come, in bytes a second, once `header_s` is over."""
-
+"""Lowest rate of a large body in bytes a second, once `header_s` is over."""
 
 KEEPALIVE_S_MAX = 32_767
-"""Longest that Linux takes for either time of a TCP keep-alive."""
+"""Largest value that Linux accepts for either time of a TCP keepalive."""
 
 TARGET = "weftline.target"
-"""Where in a scope the request's target stands as it was sent: ASGI keeps its path alone."""
+"""Scope key of the request target as it was sent; ASGI keeps only its path."""
 
 STALL_S = 60.0
-"""How long a client may read nothing of a response, as in the gRPC server."""
+"""Longest time that a client may read nothing of a response, as in the gRPC server."""
 
 
 def overdue_s(now_s: float, began_s: float, received_bytes: int, header_s: float) -> float:
-    """Return for how long a request that is still being sent is overdue; negative: it has so long left."""
+    """Return the seconds by which an incomplete request is overdue; negative: the time left."""
     return now_s - (began_s + header_s + received_bytes / BODY_BYTES_S)
 
 
 def watch(listening: socket.socket, limits: ServeLimits) -> None:
-    """Have the kernel end connections of this socket whose client is gone without a word.
+    """Set TCP keepalive and TCP_USER_TIMEOUT on a listening socket; its connections inherit both.
 
-    A connection on which nothing is under way is asked after `keepalive_s` whether it lives (TCP keep-alive), and what
-    is under way has as long as both together to be acknowledged (TCP_USER_TIMEOUT); Linux alone would take a quarter
-    of an hour. Connections have these options from the socket that they come in by.
+    An idle connection is probed after `keepalive_s`. Sent data must be acknowledged within `keepalive_s` +
+    `keepalive_wait_s`; the default of Linux is about 15 minutes.
     """
-    asked_s, answered_s = math.ceil(limits.keepalive_s), math.ceil(limits.keepalive_wait_s)
+    probe_s, reply_s = math.ceil(limits.keepalive_s), math.ceil(limits.keepalive_wait_s)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(asked_s, KEEPALIVE_S_MAX))
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(answered_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(probe_s, KEEPALIVE_S_MAX))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, min(reply_s, KEEPALIVE_S_MAX))
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
     _set_unacknowledged_max(listening, _gone_s(limits))
 
@@ -92,20 +90,20 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._set_patience(max(STALL_S, _gone_s(limits)))  # to the kernel, who does not read is as good as gone
+            self._set_user_timeout(max(STALL_S, _gone_s(limits)))  # a full receive window counts as unacknowledged
             self._check_stall(None)
 
         def resume_writing(self) -> None:
             self._end_stall()
-            self._set_patience(_gone_s(limits))
+            self._set_user_timeout(_gone_s(limits))
             super().resume_writing()
 
-        def _set_patience(self, seconds: float) -> None:
+        def _set_user_timeout(self, seconds: float) -> None:
             if not self.transport.is_closing():
                 _set_unacknowledged_max(self.transport.get_extra_info("socket"), seconds)
 
         def _check_stall(self, unsent: int | None) -> None:
-            """Cut a client that has taken nothing of its answer for STALL_S."""
+            """Abort the connection if the client has read nothing of the response for STALL_S."""
             now = self.transport.get_write_buffer_size()
             if unsent is not None and now >= unsent:
                 self.transport.abort()
@@ -176,10 +174,10 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
 
         def _refuse_headers(self) -> None:
             if not self.transport.is_closing():
-                said = b"the headers are larger than limits.metadata_bytes_max"
+                text = b"the headers are larger than limits.metadata_bytes_max"
                 self.transport.write(
                     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
-                    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(said), said)
+                    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
                 )
                 self.transport.close()
 

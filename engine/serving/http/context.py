@@ -65,10 +65,6 @@ class HttpContext:
         """Return True while new work is accepted and no model has failed, as the gRPC server does."""
         return self.serving.on and server_ready(self.backend.index())
 
-    async def answer(self, request: Request, ask: Ask) -> dict[str, Any]:
-        """Return copies of a request's outputs; a client that disconnects cancels it."""
-        return await while_connected(request.receive, self.outputs(request, ask))
-
     async def outputs(self, request: Request, ask: Ask) -> dict[str, Any]:
         """Return copies of a request's outputs."""
         with await self.backend.ask(ask) as answer:

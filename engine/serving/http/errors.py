@@ -9,14 +9,12 @@ class HttpError(InputError):
     """A request that the HTTP server itself refuses.
 
     code:  the HTTP status of the answer.
-    param: the invalid field of the body, as OpenAI's errors name it; None when it is not a field.
     close: close the connection after the answer, since the bytes that follow cannot be attributed to a request.
     """
 
-    def __init__(self, message: str, *, code: int = 400, param: str | None = None, close: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: int = 400, param: str = "", close: bool = False) -> None:
+        super().__init__(message, param=param)
         self.code = code
-        self.param = param
         self.close = close
 
 

@@ -1,13 +1,13 @@
 """HTTP middleware: authorises every request.
 
-What is not a route of ours is refused like what is, so a client without a token learns nothing from an unknown
-path. Errors of all paths end here too, and become answers through one mapper.
+An unknown path is refused like a known one, so that a client without a token cannot probe for paths. Errors of all
+paths are converted to responses here.
 
-A request has exactly one well-formed Host header: two Host headers are read as one by some and as the other by
-others, so what a proxy or a browser has checked would not be what is checked here (RFC 9112, section 3.2).
+A request must have exactly one well-formed Host header: of two, a proxy may check one and this server the other
+(RFC 9112, section 3.2).
 
-Where no tokens are asked for, a web page that its user happens to look at could reach a server on loopback. Then a
-request with an `Origin` header is refused, and so is one for a host that is a name of the web (DNS rebinding).
+Without tokens, a web page in a local browser could reach a server on loopback. Then a request with an `Origin` header
+is refused, and so is one whose host is a public name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger("weftline.ingress")
 class HttpGuard:
     """ASGI middleware: gate, limits and errors.
 
-    host: where the server listens; decides with the gate whether browsers are kept out.
+    host: address that the server listens on; without tokens, one on loopback refuses public host names.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HttpGuard:
         return caller
 
     def _matched(self, scope: Scope) -> tuple[str | None, set[str]]:
-        """Return the template of the path, None when there is none, and the methods it takes."""
+        """Return the template of the path (None: no route) and its allowed methods."""
         methods: set[str] = set()
         template = None
         for route in self._routes:
@@ -164,7 +164,7 @@ class _ResponseSender:
 
 
 def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:
-    """Refuse (400) a request without one valid Host, or whose target, as proxies are sent it, is for another host."""
+    """Refuse (400) a request without one valid Host, or with a target in absolute form for another host."""
     if not hosts and version == "1.0":
         return
     if len(hosts) != 1 or (host := _authority(hosts[0])) is None:
@@ -180,7 +180,7 @@ def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:
 
 
 def _authority(text: str) -> tuple[str, int] | None:
-    """Return name and port (0: none) of a host as it is written in a request; None when it is no such thing."""
+    """Parse a host header to name and port (0: none); None if it is malformed."""
     found = _HOST.fullmatch(text)
     if found is None or int(found[2] or 0) > 65_535:
         return None
@@ -197,7 +197,7 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]+)(?::([0-9]{
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header is an address, or a name that no DNS server decides."""
+    """Return True if a Host header is an address, or a name that is never resolved by DNS."""
     found = _authority(host)
     name = found[0].strip("[]") if found is not None else host
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -14,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
-from weftline.engine.serving.openai.bodies import FIELD_OF
-from weftline.engine.serving.replies import HTTP_STATUS, ErrorReply, to_status
+from weftline.engine.serving.replies import ErrorReply, to_status
 from weftline.errors import SessionClosed, UnknownModel
 
 JSON = "application/json"
@@ -23,7 +21,6 @@ _RETRIABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_SAMPLING = re.compile(r"\bsampling\.([a-z_]+)")
 
 DONE = b"data: [DONE]\n\n"
 _EVENT_HEADERS = [
@@ -45,7 +42,7 @@ def text_response(text: str, code: int = 200) -> Response:
 def error_response(error: BaseException, path: str) -> Response:
     """Return the response for an error; under /v1 in OpenAI's format, else in v2's."""
     reply = to_status(error)
-    code = _code_of(error, reply.status)
+    code = _code_of(error, reply)
     body = _openai_body(error, reply, code) if path.startswith("/v1") else {"error": reply.message}
     headers = {"x-should-retry": "true" if reply.status in _RETRIABLE and code != 413 else "false"}
     if reply.retry_after_s > 0:
@@ -58,30 +55,22 @@ def error_response(error: BaseException, path: str) -> Response:
     return json_response(body, code, headers)
 
 
-def _code_of(error: BaseException, status: str) -> int:
-    """Return the HTTP status of an error with that gRPC status name."""
-    return error.code if isinstance(error, HttpError) else HTTP_STATUS.get(status, 500)
+def _code_of(error: BaseException, reply: ErrorReply) -> int:
+    return error.code if isinstance(error, HttpError) else reply.http_status
 
 
 def openai_problem(error: BaseException) -> dict[str, Any]:
     """Return an error in OpenAI's format: {"error": {message, type, param, code}}."""
     reply = to_status(error)
-    return _openai_body(error, reply, _code_of(error, reply.status))
+    return _openai_body(error, reply, _code_of(error, reply))
 
 
 def _openai_body(error: BaseException, reply: ErrorReply, code: int) -> dict[str, Any]:
     kind = _TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
     unknown = isinstance(error, UnknownModel)
     name = "model_not_found" if unknown else _CODES.get(code)
-    param = "model" if unknown else _param_of(error, reply.message)
+    param = "model" if unknown else reply.param or None
     return {"error": {"message": reply.message, "type": kind, "param": param, "code": name}}
-
-
-def _param_of(error: BaseException, message: str) -> str | None:
-    if isinstance(error, HttpError):
-        return error.param
-    found = _SAMPLING.search(message)
-    return FIELD_OF.get(found[1], found[1]) if found else None
 
 
 def event(value: Mapping[str, Any]) -> bytes:

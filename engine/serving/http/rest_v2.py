@@ -23,7 +23,7 @@ from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.statistics import ModelFigures, Spent
 from weftline.engine.serving.v2.messages import InferRequest, check_name, check_version
-from weftline.engine.serving.v2.metadata import ModelMetadata, config_of, metadata_of
+from weftline.engine.serving.v2.metadata import config_of, metadata_of
 from weftline.engine.serving.v2.request import ParsedRequest, to_asks
 from weftline.engine.serving.v2.response import to_response
 from weftline.errors import ModelError, UnknownModel
@@ -116,7 +116,7 @@ class RestModels:
 
     async def metadata(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(_metadata(metadata_of(self._context.info(request, name, version))))
+        return json_response(dataclasses.asdict(metadata_of(self._context.info(request, name, version))))
 
     async def ready(self, request: Request) -> ASGIApp:
         name, version = _named(request)
@@ -132,7 +132,7 @@ class RestModels:
         return json_response(config_of(self._context.info(request, name, version)))
 
     async def stats(self, request: Request) -> ASGIApp:
-        """Of one model with its steps, or of all that the caller may see."""
+        """Return the statistics of one model with its steps, or of all models of the caller."""
         name, version = _named(request) if "model" in request.path_params else ("", "")
         if name:
             info = self._context.info(request, name, version)
@@ -146,7 +146,7 @@ class RestModels:
 
 
 class Infer:
-    """Both paths, with a version and without."""
+    """POST /v2/models/{model}/infer, with and without a version."""
 
     def __init__(self, context: HttpContext) -> None:
         self._context = context
@@ -231,15 +231,11 @@ class HttpSharedMemory:
         raise HttpError("this server shares no CUDA memory; use system shared memory, or send the tensor itself")
 
     async def cuda_unregister(self, request: Request) -> ASGIApp:
-        return json_response({})  # there is none, so none is left
+        return json_response({})  # no region exists
 
 
 def _named(request: Request) -> tuple[str, str]:
     return check_name(request.path_params["model"]), check_version(request.path_params.get("version", ""))
-
-
-def _metadata(meta: ModelMetadata) -> dict[str, Any]:
-    return dataclasses.asdict(meta)
 
 
 def _check_no_files(body: Mapping[str, Any]) -> None:
@@ -249,7 +245,7 @@ def _check_no_files(body: Mapping[str, Any]) -> None:
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Return a trace setting as its list of texts; null, which sets it back, as ()."""
+    """Return a trace setting as a tuple of texts; () for null, which resets it."""
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]

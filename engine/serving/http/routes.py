@@ -1,6 +1,6 @@
 """Route table of the HTTP server and the ASGI application.
 
-The gate's table (`auth/methods.py`) has the same paths with the right each takes; a test compares the two.
+The gate's table (`auth/methods.py`) has the same paths with their rights; a test compares the two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
-from weftline.engine.serving.openai.audio import Transcriptions
-from weftline.engine.serving.openai.chat import Chat
-from weftline.engine.serving.openai.completions import Completions
-from weftline.engine.serving.openai.embeddings import Embeddings
-from weftline.engine.serving.openai.models import OpenAiModels
+from weftline.engine.serving.openai.endpoints import Chat, Completions, Embeddings, OpenAiModels, Transcriptions
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -125,7 +121,7 @@ class Probes:
         return text_response("live\n")
 
     async def ready(self, request: Request) -> ASGIApp:
-        """Whether every model is ready and new work is taken; which are not, by name and without the reason."""
+        """Report readiness, and the names of models that are not ready without their reasons."""
         missing = [
             one.name for one in self._context.backend.index() if not one.ready and caller_of(request).may(one.name)
         ]

@@ -34,15 +34,15 @@ KEEP_ALIVE_S = 75
 BACKLOG = 2048
 
 FAREWELL_S = 0.5
-"""How long a client may take to read that its request was cancelled."""
+"""Time for a client to read that its request was cancelled."""
 
 
 class HttpServer(NetworkServer):
     """The HTTP server of one process.
 
     shared_memory: registered regions of this process; None: there are none.
-    figures:       source of v2's statistics, such as `Statistics.tell`; zeros when left out.
-    trace, logs:   live settings; own ones when left out.
+    figures:       source of v2's statistics, such as `Statistics.tell`; default: zeros.
+    trace, logs:   settings that v2 clients may change; default: own ones.
     sock:          a bound socket instead of `config.http`'s address.
     """
 
@@ -116,9 +116,9 @@ class HttpServer(NetworkServer):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, and with a shutdown of its own.
+    """uvicorn without signal handlers, with a bounded shutdown.
 
-    grace_s: longest time for open requests on shutdown; then each is answered that the server is shutting down.
+    grace_s: longest time for open requests on shutdown; then each fails with 503.
     """
 
     grace_s = 0.0
@@ -150,7 +150,7 @@ class _Server(uvicorn.Server):
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the protocol is named, and a head and its body are two writes
+    # asyncio disables Nagle's algorithm only if the protocol is given; a header and its body are two writes
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,12 +10,14 @@ Three kinds of fields, so that no answer silently differs from the one requested
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from weftline.engine.serving.http.errors import HttpError, unsupported
+from weftline.errors import InputError
 
 PASSED = (
     *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
@@ -24,10 +26,8 @@ PASSED = (
 )
 """Fields that are keys of `sampling` under the same name: OpenAI's, then extensions that other servers accept too."""
 
-FIELD_OF = {"tokens_max": "max_tokens", "tokens_min": "min_tokens"} | dict.fromkeys(
-    ("json_schema", "json_object"), "response_format"
-)
-"""Fields of the keys of `sampling` that have another name."""
+RENAMED = {"max_tokens": "tokens_max", "min_tokens": "tokens_min", "stop": "stop"}
+"""Fields that are keys of `sampling` under another name, or in another form."""
 
 NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "temperature": (1,),
@@ -64,7 +64,7 @@ Body = TypeVar("Body", bound="OpenAiBody")
 
 
 def _to_texts(value: Any, info: ValidationInfo) -> list[str]:
-    field, texts_max = info.field_name, (info.context or {}).get("texts_max")
+    field, texts_max = info.field_name or "", (info.context or {}).get("texts_max")
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and any(isinstance(one, int | list) for one in texts):
         raise HttpError(f"{field}: found token ids; expected text", param=field)
@@ -157,7 +157,7 @@ class GenerationBody(OpenAiBody):
     def sampling(self) -> dict[str, Any]:
         """Return the options for the llm step's `sampling`."""
         options = {name: getattr(self, name) for name in PASSED if name in self.model_fields_set}
-        for field, key in (("max_tokens", "tokens_max"), ("min_tokens", "tokens_min"), ("stop", "stop")):
+        for field, key in RENAMED.items():
             if field in self.model_fields_set:
                 options[key] = getattr(self, field)
         if self.max_completion_tokens is not None:
@@ -168,14 +168,29 @@ class GenerationBody(OpenAiBody):
             options["logprobs"] = self.likeliest
         return options | constraint_of(self.response_format)
 
+    def field_of(self, key: str) -> str:
+        """Return the field that set a key of `sampling`; any other name unchanged."""
+        if key == "tokens_max" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        if key in ("json_schema", "json_object"):
+            return "response_format"
+        return next((field for field, renamed in RENAMED.items() if renamed == key), key)
+
+    @contextmanager
+    def naming_fields(self) -> Iterator[None]:
+        """Change `param` of an InputError from the key of `sampling` to the field that set it."""
+        try:
+            yield
+        except InputError as error:
+            error.param = self.field_of(error.param)
+            raise
+
     def check_no_sampling(self, sampling: Mapping[str, Any]) -> None:
         """Refuse options that would change the answer, for a model without a `sampling` input."""
         for key, value in sampling.items():
             if any(_same(value, one) for one in NO_CHANGE.get(key, ())):
                 continue
-            field = FIELD_OF.get(key, key)
-            if key == "tokens_max" and self.max_completion_tokens is not None:
-                field = "max_completion_tokens"
+            field = self.field_of(key)
             why = f"model {self.model} has no sampling options; leave {field} out, or add an input `sampling: json`"
             raise unsupported(field, why)
 
@@ -198,6 +213,9 @@ class ChatBody(GenerationBody):
     @property
     def likeliest(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def field_of(self, key: str) -> str:
+        return "messages" if key == "prompt" else super().field_of(key)
 
 
 class CompletionBody(GenerationBody):

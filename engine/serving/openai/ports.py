@@ -23,36 +23,37 @@ OWN_MEANING = ("adapter", "tenant", "language")
 """Text inputs that are never what the user says."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPorts:
-    """Names of a model's ports, by what a conversation needs; None: it has no such port.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPorts:
+    """Ports that do not depend on the form of the prompt; None: the model has no such port."""
+
+    output: str
+    sampling: str | None
+    tenant: str | None
+    usage: str | None
+    answers: str | None
+    tool_calls: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPorts(AnswerPorts):
+    """Ports for a conversation.
 
     images, audio: inputs for pictures and recordings, as declared; of type image or list[image], and likewise.
     """
 
-    output: str
     messages: str | None
     prompt: str | None
+    tools: str | None
     images: tuple[PortInfo, ...]
     audio: tuple[PortInfo, ...]
-    sampling: str | None
-    tools: str | None
-    tenant: str | None
-    usage: str | None
-    answers: str | None
-    tool_calls: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class TextPorts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPorts(AnswerPorts):
     """Ports of a model that completes, or embeds, a text."""
 
     prompt: str
-    output: str
-    sampling: str | None
-    tenant: str | None
-    usage: str | None
-    answers: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +76,17 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
     fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
     _check_rest(info, task, fed)
     return ChatPorts(
-        _text_output(info, task, ("text", "answer")),
-        messages,
-        prompt,
-        images,
-        audio,
-        _input(info, "sampling", "json"),
-        _input(info, "tools", "json"),
-        _input(info, "tenant", "text"),
-        _output(info, "usage", "json"),
-        _output(info, "answers", "json"),
-        _output(info, "tool_calls", "json"),
+        output=_text_output(info, task, ("text", "answer")),
+        sampling=_input(info, "sampling", "json"),
+        tenant=_input(info, "tenant", "text"),
+        usage=_output(info, "usage", "json"),
+        answers=_output(info, "answers", "json"),
+        tool_calls=_output(info, "tool_calls", "json"),
+        messages=messages,
+        prompt=prompt,
+        tools=_input(info, "tools", "json"),
+        images=images,
+        audio=audio,
     )
 
 
@@ -116,12 +117,12 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
         raise _cannot(info, task, "it has no text input `prompt`, and no other that is its only one")
     _check_rest(info, task, {prompt, "sampling", "tenant"})
     return TextPorts(
-        prompt,
-        output,
-        _input(info, "sampling", "json"),
-        _input(info, "tenant", "text"),
-        _output(info, "usage", "json"),
-        _output(info, "answers", "json"),
+        output=output,
+        sampling=_input(info, "sampling", "json"),
+        tenant=_input(info, "tenant", "text"),
+        usage=_output(info, "usage", "json"),
+        answers=_output(info, "answers", "json"),
+        prompt=prompt,
     )
 
 

@@ -231,8 +231,9 @@ def test_a_skipped_fallback_fails_the_request_with_the_steps_error() -> None:
     p.output("y", p.step("a", "echo", type="json", value=x, fallback=b).value)
     harness = SchedulerHarness(p)
     one = harness.submit(x={})
-    harness.answer("a", broken)
-    assert (harness.failure(one).step, harness.failure(one).message) == ("a", "drawn")
+    harness.answer("a", lambda value: msg.Failure("InputError", "top_k: found -1", param="top_k"))
+    failed = harness.failure(one)
+    assert (failed.step, failed.message, failed.param) == ("a", "top_k: found -1", "top_k")
     assert harness.is_clean()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from weftline.engine.protocol.messages import Failure
 from weftline.engine.worker.faults import FRAMES_MAX, TRACEBACK_CHARS_MAX, check_device, failure, out_of_memory
-from weftline.errors import ModelError, StepError
+from weftline.errors import InputError, ModelError, StepError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.user_code import load
 from weftline.nodes.values import fits
@@ -83,6 +83,12 @@ def test_an_error_of_this_package_alone_has_no_traceback() -> None:
     assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without the frame of this test
     assert failure(error).traceback == ""
+
+
+def test_an_invalid_option_is_named_within_a_limit() -> None:
+    assert failure(InputError("found -1", param="temperature")).param == "temperature"
+    assert len(failure(InputError("no", param="x" * 1000)).param) == 80
+    assert failure(ValueError("no")).param == ""
 
 
 def test_leading_frames_of_this_package_are_left_out() -> None:

@@ -64,7 +64,7 @@ WITH_TIMINGS.timings = (StepTiming("see", 1.0, 2.0, 3),)
 @pytest.mark.parametrize(
     "error",
     [
-        errors.InputError("wrong"),
+        errors.InputError("wrong", param="temperature"),
         errors.UnknownModel("none"),
         errors.AccessDenied("no", known=False),
         errors.AccessDenied("no"),
@@ -87,6 +87,9 @@ def test_an_error_arrives_as_it_left(error: errors.WeftlineError) -> None:
     if isinstance(error, errors.StepError):
         assert isinstance(found, errors.StepError)
         assert found.step == error.step
+    if isinstance(error, errors.InputError):
+        assert isinstance(found, errors.InputError)
+        assert found.param == error.param
 
 
 def test_an_unexpected_exception_is_sent_without_its_text() -> None:

@@ -569,6 +569,8 @@ def test_three_hundred_large_requests_leave_the_memory_where_it_was(repository: 
             await asyncio.gather(*(many(client, 66) for client in clients))
             grown = here.memory_info().rss - before[0], there.memory_info().rss - before[1]
             assert max(grown) < 24 << 20  # a leak of one in ten would be 80 MB
-            await until(lambda: d.stats()["line"] == {"open": 0, "lent_bytes": 0})
+            connection = d._supervisors[0].connection
+            assert connection is not None
+            await until(lambda: connection.open_requests == connection.lent_bytes == 0)
 
     run(script())

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, read_request, response_body
-from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.v2.messages import InferResponse, Region, Tensor
 from weftline.errors import InputError
 
@@ -55,15 +54,15 @@ def test_a_response_has_bytes_behind_its_json_and_says_how_many() -> None:
 
 def test_text_that_is_none_goes_out_as_bytes_only() -> None:
     response = InferResponse("m", "1", "", (Tensor("t", "BYTES", (1,), b"\x01\0\0\0\xff"),))
-    with pytest.raises(HttpError, match="binary_data"):
+    with pytest.raises(InputError, match="binary_data"):
         response_body(response, BinaryOutputs())
 
 
 def test_elements_and_tensors_are_counted() -> None:
     many = {"inputs": [{"name": "a", "datatype": "FP32", "shape": [101], "data": [[0] * 50, [0] * 51]}]}
-    with pytest.raises(HttpError, match="elements_max"):
+    with pytest.raises(InputError, match="elements_max"):
         read_request(msgspec.json.encode(many), None, "m", "", LIMITS)
-    with pytest.raises(HttpError, match="at most 4"):
+    with pytest.raises(InputError, match="at most 4"):
         read_request(msgspec.json.encode({"inputs": [{}] * 5}), None, "m", "", LIMITS)
 
 

@@ -26,7 +26,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 2, "finish
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOKEN = {"id": 7, "token": "é", "logprob": -0.5, "top": [{"id": 8, "token": "e", "logprob": -0.7}]}
 ERRORS: dict[str, BaseException] = {
-    "input": InputError("step answer: sampling.tokens_max: found 0, expected a whole number from 1 to 1048576"),
+    "input": InputError("step answer: sampling.tokens_max: found 0, expected at least 1", param="tokens_max"),
     "busy": LimitReached("the queue is full", retry_after_s=0.25),
     "late": DeadlineExceeded("out of time"),
     "broken": StepError("0xdeadbeef at /secret/model.py", "answer"),

@@ -117,14 +117,56 @@ def test_stop_ends_the_answer_before_the_word(client: openai.OpenAI) -> None:
     assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
 
 
-def test_what_the_step_refuses_is_a_bad_request_that_names_the_field(client: openai.OpenAI) -> None:
-    for body in ({"temperature": -1}, {"max_tokens": 0}, {"logit_bias": {"x": 1}}, {"top_k": -2}):
-        with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="chat", messages=ASKED, extra_body=body)
-        assert refused.value.param == next(iter(body))
+def schema(value: dict[str, Any]) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "count", "schema": value}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": -1},
+        {"max_tokens": 0},
+        {"max_completion_tokens": -5},
+        {"min_tokens": "1"},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"5": 1000}},
+        {"logit_bias": {"99999999": 1}},
+        {"top_k": -2},
+        {"stop": 5},
+        {"stop": ["", "end"]},
+        {"bad_words": ["x"] * 10_000},
+        schema({"type": "no such type"}),
+        schema({"type": "string", "pattern": "("}),
+    ],
+    ids=lambda body: f"{next(iter(body))}",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_field_that_the_step_refuses_is_named(client: openai.OpenAI, body: dict[str, Any], stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="chat", messages=ASKED, stream=True, max_tokens=-5)
-    assert refused.value.param == "max_tokens"
+        client.chat.completions.create(model="chat", messages=ASKED, stream=stream, extra_body=body)
+    assert refused.value.param == next(iter(body))
+
+
+def test_the_field_is_named_when_it_asks_for_too_many_log_probabilities(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="chat", messages=ASKED, logprobs=True, top_logprobs=21)
+    assert refused.value.param == "top_logprobs"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="chat", prompt="hello", logprobs=21)
+    assert refused.value.param == "logprobs"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="chat", prompt="hello", temperature=-1)
+    assert refused.value.param == "temperature"
+
+
+def test_the_prompt_is_named_when_it_does_not_fit_the_context(client: openai.OpenAI) -> None:
+    long = "red circle " * 4000
+    with pytest.raises(openai.BadRequestError, match="tokens") as refused:
+        client.chat.completions.create(model="chat", messages=[{"role": "user", "content": long}])
+    assert refused.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="tokens") as refused:
+        client.completions.create(model="chat", prompt=long)
+    assert refused.value.param == "prompt"
 
 
 def test_a_stream_that_is_left_frees_the_pages(client: openai.OpenAI, endpoint: Hosted) -> None:

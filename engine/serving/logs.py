@@ -1,8 +1,7 @@
 """Structured server log on standard error, safe against log injection.
 
-Whatever comes from outside (ids, names, messages of user code) is escaped, in both formats: no newline of a client
-begins a line, and no escape sequence of theirs reaches a terminal. What looks like a token is left out. Values of
-requests are never logged.
+External text (ids, names, messages of user code) is escaped in both formats: it starts no line and no terminal escape
+sequence. Anything that looks like a token is redacted. Values of requests are never logged.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from collections.abc import Callable
 from typing import TextIO
 
 from weftline.engine.serving.auth.plain import one_line, redacted
-from weftline.engine.serving.auth.rate import RateLimit
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import Logs
+from weftline.engine.token_bucket import RateLimit
 
 MESSAGE_CHARS_MAX = 4000
 FIELD_CHARS_MAX = 256
 TRACEBACK_CHARS_MAX = 16000
 
 TRACEBACKS_PER_S, TRACEBACKS_BURST = 0.5, 10.0
-"""How many tracebacks of failed requests are logged: a request that always fails must not flood the log."""
+"""Rate limit of logged tracebacks, so that a request that always fails does not flood the log."""
 
 FIELDS = ("request", "model", "version", "caller", "protocol", "status", "ms")
-"""What a line about a request says beside its message, in this order."""
+"""Fields of a request's line beside its message, in this order."""
 
 _WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
 _requests = logging.getLogger("weftline.requests")
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, and the fields of a request where it is about one."""
+    """One JSON object per line: time (UTC), level, logger, message, and the fields of a request if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -51,19 +50,19 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Lines for people. A traceback's lines begin with `  | `, so that none of them passes for a line of the log."""
+    """Lines of text. Lines of a traceback begin with `  | `, so that none looks like a line of the log."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said = redacted(one_line(record.getMessage(), MESSAGE_CHARS_MAX))
+        text = redacted(one_line(record.getMessage(), MESSAGE_CHARS_MAX))
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record) if value != "")
-        lines = [f"{_utc(record.created)} {record.levelname.lower():7} {record.name}: {said}{fields}"]
-        if text := _traceback(self, record):
-            lines += [f"  | {one_line(line, FIELD_CHARS_MAX)}" for line in text.split("\n")]
+        lines = [f"{_utc(record.created)} {record.levelname.lower():7} {record.name}: {text}{fields}"]
+        if traceback := _traceback(self, record):
+            lines += [f"  | {one_line(line, FIELD_CHARS_MAX)}" for line in traceback.split("\n")]
         return "\n".join(lines)
 
 
 def start_logs(logs: Logs, stream: TextIO | None = None) -> logging.Handler:
-    """Write Weftline's logs to `stream` (standard error) from now on, instead of where an earlier call put them."""
+    """Write Weftline's logs to `stream` (default: standard error); replaces the handler of an earlier call."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
     logger = logging.getLogger("weftline")
@@ -74,11 +73,10 @@ def start_logs(logs: Logs, stream: TextIO | None = None) -> logging.Handler:
 
 
 class RequestLog:
-    """An observer that logs requests: those that fail always, the others where `Logs.requests` asks for it.
+    """Observer that logs failed requests, and with `Logs.requests` all others.
 
-    A failure of ours (INTERNAL) is an error, one that comes and goes a warning; what clients do wrong is information.
-    A failure of a step's code is logged with its traceback: at most TRACEBACKS_PER_S of them a second, after a burst of
-    TRACEBACKS_BURST.
+    Levels: error for INTERNAL, warning for passing failures, info for mistakes of clients. A failure of a step's code
+    is logged with its traceback: at most TRACEBACKS_PER_S a second, after a burst of TRACEBACKS_BURST.
     """
 
     def __init__(self, logs: Logs, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,7 +97,7 @@ class RequestLog:
         _requests.log(level, "%s", record.error if failed and record.error else "request", extra=extra)
 
     def _traceback(self, record: Record) -> str:
-        """Return what is logged of a failure's traceback; '' when there is none, or there were too many."""
+        """Return the traceback to log; '' if there is none, or the rate limit is reached."""
         if not record.traceback:
             return ""
         if self._tracebacks.try_take(self._clock()):
@@ -122,7 +120,7 @@ _LEVELS = {
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """Return the traceback that a record has, as an exception or as text from a worker; '' when it has none."""
+    """Return the traceback of a record, from an exception or as text from a worker; '' if it has none."""
     text = formatter.formatException(record.exc_info) if record.exc_info else str(getattr(record, "traceback", ""))
     return redacted(text[-TRACEBACK_CHARS_MAX:])
 
@@ -137,7 +135,7 @@ def _field(value: object) -> object:
 
 
 def _word(value: object) -> str:
-    """Return a value as one word: what is none is quoted, so that it cannot pass for another field."""
+    """Return a value as one word; quote other text, so that it does not look like another field."""
     text = str(value)
     return text if _WORD.fullmatch(text) else json.dumps(text)
 

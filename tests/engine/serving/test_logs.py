@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.engine.runtime.output import show
-from weftline.engine.serving.auth.logs import (
+from weftline.engine.serving.auth.tokens import new_token
+from weftline.engine.serving.backend import Ask, Record
+from weftline.engine.serving.config import Logs
+from weftline.engine.serving.logs import (
     TRACEBACKS_BURST,
     TRACEBACKS_PER_S,
     JsonLines,
@@ -17,9 +20,6 @@ from weftline.engine.serving.auth.logs import (
     TextLines,
     start_logs,
 )
-from weftline.engine.serving.auth.tokens import new_token
-from weftline.engine.serving.backend import Ask, Record
-from weftline.engine.serving.config import Logs
 
 HOSTILE = "id\r\nERROR fake: all is lost\x1b[2J\x1b]0;pwn\x07\u2028\u202e\x9b31m\0"
 

@@ -1,0 +1,313 @@
+"""Handlers of the OpenAI routes: chat, completions, embeddings, transcriptions and the list of models.
+
+`docs/guides/openai.md` lists what each field does.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.backend import Ask
+from weftline.engine.serving.http.body import file_field, form_of, json_object_of, text_field
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
+from weftline.engine.serving.http.errors import unsupported
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
+from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    GenerationBody,
+    TranscriptionBody,
+    answers_output,
+)
+from weftline.engine.serving.openai.messages import chat_inputs
+from weftline.engine.serving.openai.ports import (
+    AnswerPorts,
+    SpeechPorts,
+    chat_ports,
+    completion_ports,
+    embedding_ports,
+    speech_ports,
+)
+from weftline.engine.serving.openai.responses import (
+    AnswerHeader,
+    ChatFormat,
+    Format,
+    TextFormat,
+    Usage,
+    choices_of,
+    usage_of,
+)
+
+TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
+
+
+class Endpoint:
+    """Base of the handlers."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def _object(self, request: Request) -> dict[str, Any]:
+        return await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
+
+    async def _answers(self, request: Request, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+        """Run requests concurrently and return their outputs; the first error cancels the others."""
+        outputs = gather_or_cancel([self._context.outputs(request, one) for one in asks])
+        return await while_connected(request.receive, outputs)
+
+    async def _text(self, request: Request, ask: Ask, output: str) -> StreamedText:
+        """Start a streamed request and wait for its first chunk; failures up to then are raised."""
+        return StreamedText(output, *await self._context.begin(request, ask))
+
+
+def tenant_of(request: Request, ports: AnswerPorts) -> dict[str, str]:
+    """Return the input that separates the prompt caches of callers, so that timing reveals no prompt of another."""
+    name = caller_of(request).name
+    return {ports.tenant: name} if ports.tenant is not None and name else {}
+
+
+# generated text
+
+Prompts = tuple[GenerationBody, AnswerPorts, Sequence[Mapping[str, Any]]]
+"""A parsed body, the model's ports, and the inputs of each prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A parsed chat or completion request: an Ask for each prompt, and `body.n` answers to each."""
+
+    body: GenerationBody
+    ports: AnswerPorts
+    format: Format
+    asks: tuple[Ask, ...]
+
+
+class GenerationEndpoint(Endpoint, ABC):
+    """Handler of a route that generates text, in one response or in chunks."""
+
+    format: ClassVar[Format]
+
+    async def create(self, request: Request) -> ASGIApp:
+        body, ports, inputs = self._read(request, await self._object(request))
+        generation = self._generation(request, body, ports, inputs)
+        if body.stream and len(generation.asks) > 1:
+            raise unsupported("prompt", "one prompt streams at a time; send a request for each")
+        created = int(self._context.now_s())
+        with body.naming_fields():
+            if body.stream:
+                text = await self._text(request, generation.asks[0], ports.output)
+                header = AnswerHeader(self.format.chunk_object, body.model, created)
+                return EventStream(chunks(generation, header, text))
+            answers = await self._answers(request, generation.asks)
+        return json_response(completion(generation, AnswerHeader(self.format.object, body.model, created), answers))
+
+    def _generation(
+        self, request: Request, body: GenerationBody, ports: AnswerPorts, inputs: Sequence[Mapping[str, Any]]
+    ) -> Generation:
+        common: dict[str, Any] = {}
+        sampling = body.sampling()
+        if ports.sampling is None:
+            body.check_no_sampling(sampling)
+        elif sampling:
+            common[ports.sampling] = sampling
+        common |= tenant_of(request, ports)
+        wanted = [ports.output, ports.usage, ports.tool_calls, answers_output(body, ports.answers)]
+        outputs = [name for name in wanted if name]
+        asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
+        return Generation(body, ports, self.format, tuple(asks))
+
+    @abstractmethod
+    def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
+        """Parse a body."""
+
+
+class Chat(GenerationEndpoint):
+    """POST /v1/chat/completions."""
+
+    format = ChatFormat()
+
+    def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
+        body = ChatBody.parse(fields)
+        ports = chat_ports(self._context.info(request, body.model))
+        return body, ports, [chat_inputs(body, ports)]
+
+
+class Completions(GenerationEndpoint):
+    """POST /v1/completions."""
+
+    format = TextFormat()
+
+    def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
+        body = CompletionBody.parse(fields, texts_max=self._context.limits.batch_max)
+        ports = completion_ports(self._context.info(request, body.model))
+        return body, ports, [{ports.prompt: one} for one in body.prompt]
+
+
+class StreamedText:
+    """A streamed output of text, and the complete values of all outputs."""
+
+    def __init__(self, output: str, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]) -> None:
+        self._output = output
+        self._first = first
+        self._stream = stream
+        self._chars = 0
+        self.outputs: dict[str, Any] = {}
+
+    async def deltas(self) -> AsyncGenerator[str, None]:
+        """Yield the text as it grows. Closes the stream."""
+        try:
+            chunk = self._first
+            while chunk is not None:
+                if chunk.last:
+                    self.outputs[chunk.output] = chunk.value
+                elif chunk.output == self._output and chunk.value:
+                    self._chars += len(chunk.value)
+                    yield chunk.value
+                chunk = await anext(self._stream, None)
+        finally:
+            await self._stream.aclose()
+
+    def rest(self, text: str) -> str:
+        """Return the part of the complete text that was not yielded."""
+        return text[self._chars :]
+
+
+def completion(generation: Generation, header: AnswerHeader, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the outputs of every prompt as one response body."""
+    body, ports, usage = generation.body, generation.ports, Usage()
+    choices: list[dict[str, Any]] = []
+    for place, outputs in enumerate(answers):
+        usage += usage_of(outputs.get(ports.usage or ""))
+        found = choices_of(outputs, ports, body.likeliest is not None, place * body.n)
+        choices += map(generation.format.whole, found)
+    return header.to_json(choices) | {"usage": usage.to_json()}
+
+
+async def chunks(generation: Generation, header: AnswerHeader, text: StreamedText) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed answer: its text, the rest of each choice, usage."""
+    body, ports, format = generation.body, generation.ports, generation.format
+    common = header.to_json([]) | ({"usage": None} if body.usage_in_stream else {})
+    with body.naming_fields():
+        async with contextlib.aclosing(text.deltas()) as deltas:
+            for choice in format.opening():
+                yield event(common | {"choices": [choice]})
+            async for delta in deltas:
+                yield event(common | {"choices": [format.delta(delta)]})
+    for one in choices_of(text.outputs, ports, body.likeliest is not None, 0):
+        for choice in format.ending(one, text.rest(one.text) if one.index == 0 else one.text):
+            yield event(common | {"choices": [choice]})
+    if body.usage_in_stream:
+        yield event(common | {"usage": usage_of(text.outputs.get(ports.usage or "")).to_json()})
+    yield DONE
+
+
+# other routes
+
+
+class Embeddings(Endpoint):
+    """POST /v1/embeddings."""
+
+    async def create(self, request: Request) -> ASGIApp:
+        body = EmbeddingBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
+        ports = embedding_ports(self._context.info(request, body.model))
+        common = tenant_of(request, ports)
+        wanted = [name for name in (ports.output, ports.usage) if name]
+        asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
+        answers = await self._answers(request, asks)
+        tokens = sum(usage_of(outputs.get(ports.usage or "")).prompt for outputs in answers)
+        as_text = body.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text)}
+            for place, outputs in enumerate(answers)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
+
+
+def _encoded(vector: np.ndarray | None, as_text: bool) -> list[float] | str | None:
+    """Return a vector as numbers, or as base64 of little-endian float32; None for an output that is absent."""
+    if vector is None:
+        return None
+    if as_text:
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.astype(np.float32).tolist()
+    return numbers
+
+
+class Transcriptions(Endpoint):
+    """POST /v1/audio/transcriptions."""
+
+    async def create(self, request: Request) -> ASGIApp:
+        form = await form_of(request)
+        body = TranscriptionBody.parse({name: text_field(form, name) for name in TRANSCRIPTION_FIELDS})
+        ports = speech_ports(self._context.info(request, body.model))
+        inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
+        _check_lists(form)
+        ask = ask_for(request, body.model, inputs, [ports.output])
+        if body.streamed:
+            return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
+        [outputs] = await self._answers(request, [ask])
+        text = outputs.get(ports.output) or ""
+        return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
+
+
+def _hints(body: TranscriptionBody, ports: SpeechPorts) -> dict[str, Any]:
+    """Return the inputs for language and prompt; HttpError when the model has no such input."""
+    inputs = {}
+    for field, value, port in (("language", body.language, ports.language), ("prompt", body.prompt, ports.prompt)):
+        if value is not None and port is None:
+            raise unsupported(field, f"the model has no input `{field}: text`; its operator sets it, leave it out")
+        if value is not None and port is not None:
+            inputs[port] = value
+    return inputs
+
+
+def _check_lists(form: FormData) -> None:
+    for field in ("timestamp_granularities[]", "include[]", "chunking_strategy", "known_speaker_names[]"):
+        if form.getlist(field) not in ([], ["auto"]):
+            raise unsupported(field, "not supported by this server; leave it out")
+
+
+async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed transcription."""
+    async with contextlib.aclosing(text.deltas()) as deltas:
+        async for delta in deltas:
+            yield event({"type": "transcript.text.delta", "delta": delta})
+    whole = text.outputs.get(output) or ""
+    if rest := text.rest(whole):
+        yield event({"type": "transcript.text.delta", "delta": rest})
+    yield event({"type": "transcript.text.done", "text": whole})
+    yield DONE
+
+
+class OpenAiModels(Endpoint):
+    """GET /v1/models and /v1/models/{model}. `created` is the server's start: models have no date of their own."""
+
+    def __init__(self, context: HttpContext) -> None:
+        super().__init__(context)
+        self._created = int(context.now_s())
+
+    async def list(self, request: Request) -> ASGIApp:
+        caller = caller_of(request)
+        ready = [one.name for one in self._context.backend.index() if one.ready and caller.may(one.name)]
+        return json_response({"object": "list", "data": [self._model(name) for name in ready]})
+
+    async def get(self, request: Request) -> ASGIApp:
+        return json_response(self._model(self._context.info(request, request.path_params["model"]).name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "weftline"}
