@@ -19,7 +19,7 @@ FRONT_DOOR = 5
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
     *(f"nodes/{name}.py" for name in ("grouping", "out_of_memory")),
-    *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors")),
+    *(f"shm/device/{name}.py" for name in ("names", "driver", "events", "cuda_errors")),
     "weftline/testing/recorder.py",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").rglob("*.py"))),
     *(

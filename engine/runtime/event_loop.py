@@ -511,7 +511,7 @@ class Runtime:
         with self._lock:
             asleep = self.scheduler.asleep_steps()
             sharing = self.scheduler.device_sharing().items()
-        on_host = tuple(worker for worker, how in sharing if how["rung"] == "host")
+        on_host = tuple(worker for worker, how in sharing if how["share_mode"] == "host")
         return judge(self._steps_ready(), silence_max_ms, "", asleep, on_host)
 
     def _steps_ready(self) -> dict[str, bool]:

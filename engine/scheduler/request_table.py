@@ -151,17 +151,17 @@ def holds_all(state: SchedulerState, values: Sequence[Value]) -> bool:
             continue
         if value.place is not None and not state.ledger.holds(value.place):
             return False
-        if value.near is not None and not _holds_near(state, value):
+        if value.device_place is not None and not _has_live_device_copy(state, value):
             return False
         if value.items and not holds_all(state, value.items):
             return False
     return True
 
 
-def _holds_near(state: SchedulerState, value: Value) -> bool:
+def _has_live_device_copy(state: SchedulerState, value: Value) -> bool:
     """Return True if the device memory of a value is leased, and its event, if any, is valid and leased."""
-    near, ready = value.near, value.ready
-    if near is None or not state.ledger.holds(near):
+    place, ready = value.device_place, value.ready
+    if place is None or not state.ledger.holds(place):
         return False
     return ready is None or (ready.arena < 0 and state.ledger.holds(ready))
 

@@ -34,7 +34,7 @@ from weftline.engine.scheduler import (
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.admission import Admission
 from weftline.engine.scheduler.allocations import lease_all
-from weftline.engine.scheduler.device_work import near_positions
+from weftline.engine.scheduler.device_work import device_positions
 from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.objective import LatencyObjective
@@ -222,7 +222,7 @@ class Scheduler:
         return workers.figures(self.state)
 
     def device_sharing(self) -> dict[str, dict[str, str]]:
-        """Return the sharing mode of each live worker's device memory: device, rung, and the reason if it is 'host'."""
+        """Return device and share mode of each live worker's device memory, and the reason for 'host'."""
         return workers.device_sharing(self.state)
 
     def device_memory_stats(self) -> Mapping[str, Any]:
@@ -268,7 +268,7 @@ def make_state(plan: Plan, seed: int = 0, settle: Settle | None = None) -> Sched
         queues_of=[[queues[step] for step in steps] for steps in steps_of],
         workers=workers.make_workers(plan, seed),
         steps_of=steps_of,
-        device_inputs=near_positions(plan),
+        device_inputs=device_positions(plan),
         group_ancestors=groups.ancestors(plan),
         group_holds=[not step.streams and step.sequence is None and not step.control for step in plan.steps],
         batch_sizes=[(1.0, -math.inf)] * len(queues),

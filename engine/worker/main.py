@@ -220,7 +220,7 @@ class Worker:
             self._memory.set_own_id(message.arena)
 
     def _attach_device(self, message: AttachDevice) -> None:
-        fd = self._channel.take_descriptor() if message.rung == "descriptor" else -1
+        fd = self._channel.take_descriptor() if message.share_mode == "descriptor" else -1
         if self._memory.device is not None:
             failed = self._memory.device.attach(message, fd)
         else:
@@ -383,7 +383,7 @@ class Worker:
         room = self._inbox.wait_buffer()
         if room.refused:
             raise LimitReached(room.refused)
-        return room.blocks, room.near
+        return room.blocks, room.device_blocks
 
     def _allocate_for(
         self, thread: StepThread, sizes: Sequence[int], device: Sequence[int]
@@ -393,7 +393,7 @@ class Worker:
         room: OutputBuffer = call_unlocked(self._lock, thread.buffers.get)
         if room.refused:
             raise LimitReached(room.refused)
-        return room.blocks, room.near
+        return room.blocks, room.device_blocks
 
     def _deliver_buffer(self, room: OutputBuffer) -> None:
         """Pass an OutputBuffer to the thread that requested it."""

@@ -162,21 +162,21 @@ class Memory:
 
         A value in both memories has the same layout in both.
         """
-        if packed.near is None or self.device is None:
+        if packed.tensor is None or self.device is None:
             return None
         if room is not None:
-            offset = self.device.offset_of(packed.near, self.device.own_id)
+            offset = self.device.offset_of(packed.tensor, self.device.own_id)
             if offset is not None and _within(offset, packed.size_bytes, room):
                 place = room._replace(offset=offset, size_bytes=packed.size_bytes)
-                return Value(packed.kind, packed.dtype, packed.shape, near=place)
+                return Value(packed.kind, packed.dtype, packed.shape, device_place=place)
         for source in sources:
             if source.items:
                 found = self.find_on_device(packed, source.items)
                 if found is not None:
                     return found
-            device = source.near if isinstance(source, Value) else None
+            device = source.device_place if isinstance(source, Value) else None
             if device is not None and isinstance(source, Value):
-                offset = self.device.offset_of(packed.near, device.arena)
+                offset = self.device.offset_of(packed.tensor, device.arena)
                 if offset is not None and _within(offset, packed.size_bytes, device):
                     here = device._replace(offset=offset, size_bytes=packed.size_bytes)
                     host = source.place
@@ -200,8 +200,8 @@ class Memory:
 
     def _is_device_only(self, source: Source) -> bool:
         if isinstance(source, Packed):
-            return source.near is not None and source.array is None
-        return source.near is not None and source.place is None and source.data is None
+            return source.tensor is not None and source.array is None
+        return source.device_place is not None and source.place is None and source.data is None
 
 
 def _within(offset: int, size_bytes: int, place: Place) -> bool:

@@ -2,7 +2,7 @@
 
 A `GpuDriver` is one process's access to one device. Three classes implement the protocol: `cuda.CudaDriver` calls the
 CUDA driver; `fake.FakeGpu`, host memory under rules stricter than a GPU's; `recorder.Recorder`, which notes what either
-is asked. `opening.open_driver` picks by the device's name.
+is asked. `open_driver` chooses by the device's name.
 
 Everything is a plain integer or bytes: addresses are device addresses (of a fake, addresses of this process), handles
 of memory, streams and events are only valid for the driver that returned them. Sizes are bytes.
@@ -17,9 +17,12 @@ on the host. Nothing here decides anything.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Protocol
 
 from weftline.errors import WeftlineError
+from weftline.shm.device.names import is_fake
 
 EVENT_HANDLE_BYTES = 64
 """Length of an exported event, as CUDA has it."""
@@ -37,7 +40,7 @@ class DriverError(WeftlineError):
 
 
 class DeviceOutOfMemory(DriverError):
-    """The device has no room for what was asked."""
+    """The device has too little free memory for the allocation."""
 
 
 class DeviceLost(DriverError):
@@ -139,3 +142,20 @@ class GpuDriver(Protocol):
 
     def close(self) -> None:
         """Release the driver's own resources. The caller ends memory, streams and events before."""
+
+
+DRIVERS: Mapping[str, str] = {
+    "cuda": "weftline.shm.device.cuda:CudaDriver",
+    "fake": "weftline.testing.fake_gpu.gpu:FakeGpu",
+}
+"""Import path of each driver, imported when a device is opened; 'fake' is every kind of fake device."""
+
+
+def open_driver(device: str) -> GpuDriver:
+    """Open a device ('cuda:0', 'fake:0') in this process; creates the process's context on it if necessary.
+
+    MissingPackage: the CUDA bindings are not installed. DriverError: the device does not answer.
+    """
+    module, _, name = DRIVERS["fake" if is_fake(device) else "cuda"].partition(":")
+    driver: GpuDriver = getattr(import_module(module), name)(device)
+    return driver

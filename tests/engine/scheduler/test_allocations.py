@@ -125,20 +125,22 @@ def test_outputs_are_preallocated_where_the_readers_are(near: str, share_mode: s
     d = device_harness(near, share_mode=share_mode)
     d.submit(x=given(d))
     (run,) = d.sent(msg.RunBatch)
-    assert (len(run.room), len(run.near_room)) == where and run.ready is None
+    assert (len(run.output_blocks), len(run.device_output_blocks)) == where and run.ready is None
     own = d.scheduler.workers[0]
-    assert all(block.arena == own.arena for block in run.room.values())
-    assert all(block.arena == own.near_arena and not block.offset % 256 for block in run.near_room.values())
+    assert all(block.arena == own.arena for block in run.output_blocks.values())
+    assert all(
+        block.arena == own.device_arena and not block.offset % 256 for block in run.device_output_blocks.values()
+    )
 
 
 def test_with_ordering_event_a_dispatch_has_an_event_while_there_are_any() -> None:
     d = device_harness(ordering="event")  # with one event
     first, _ = (d.submit(x=given(d)) for _ in range(2))
     (run,) = d.sent(msg.RunBatch, everything=True)
-    own = d.scheduler.workers[0].near_arena
+    own = d.scheduler.workers[0].device_arena
     assert run.ready is not None and run.ready.arena == -own
-    ready, near = run.ready.place(0, 64), run.near_room[0].place(0, 100_000)
-    value = msg.Value("tensor", "float32", (25_000,), near=near, ready=ready)
+    ready, place = run.ready.place(0, 64), run.device_output_blocks[0].place(0, 100_000)
+    value = msg.Value("tensor", "float32", (25_000,), device_place=place, ready=ready)
     d.inbox[0].clear()
     d.receive(0, msg.BatchDone(run.dispatch, (msg.ItemResult((value,)),), (msg.StepRun(1.0, 1, 1),), unfinished=True))
     (following,) = d.sent(msg.RunBatch)
@@ -154,7 +156,7 @@ def test_host_and_device_buffers_are_granted_together_or_not_at_all() -> None:
     d = device_harness()
     first = d.submit(x=given(d, 64))
     room = asked(d, msg.BufferRequest((MOST,), (NEAR_BYTES,)))
-    assert len(room.blocks) == 1 and len(room.near) == 1
+    assert len(room.blocks) == 1 and len(room.device_blocks) == 1
     value = msg.Value("tensor", "float32", (MOST // 4,), place=room.blocks[0].place(0, MOST))
     d.answer("a", lambda x: value)
     d.submit(x=given(d, 64))
@@ -162,7 +164,7 @@ def test_host_and_device_buffers_are_granted_together_or_not_at_all() -> None:
     d.receive(0, msg.BufferRequest((MOST,), (NEAR_BYTES,)))  # there is room on the device, and none in host memory
     assert d.sent(msg.OutputBuffer) == [] and d.scheduler.ledger.stats().leased_bytes == held
     d.handle(ev.Delivered(first))
-    assert len(d.sent(msg.OutputBuffer)[0].near) == 1
+    assert len(d.sent(msg.OutputBuffer)[0].device_blocks) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,17 +34,17 @@ STATED = {"find": f", device_bytes: {2 * GIB}", "name": f", device_bytes: {GIB}"
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     def make(machine: Machine = ONE, more: str = "", profile: Profile | None = None, **steps: str) -> Plan:
         text = TEXT.format(**(dict.fromkeys(STATED, "") | steps))
-        pipeline = load_yaml(f"weftline: 1\nname: near\n{text}{more}\n", "near.yaml", Path(), near_catalog)
-        return make_plan(pipeline, machine, near_catalog, profile)
+        pipeline = load_yaml(f"weftline: 1\nname: near\n{text}{more}\n", "near.yaml", Path(), device_catalog)
+        return make_plan(pipeline, machine, device_catalog, profile)
 
     return make
 
 
 @pytest.fixture
-def filling(near_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def filling(device_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that streams takes what is left when it opens, as an LLM does."""
     monkeypatch.setattr(sys.modules["weftline_device_nodes"].Grow, "fills_memory", True)
 
