@@ -126,7 +126,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     inputs: tuple[Value, ...]
-    brought: ItemMetadata | None = None
+    metadata: ItemMetadata | None = None
 
 
 # runtime -> worker
@@ -142,7 +142,7 @@ class StepToOpen(msgspec.Struct, frozen=True):
     device_outputs: for output ports with a reader on the device: 'device' if no reader needs host memory, else 'both'.
                   All other outputs are copied to host memory.
     remembers:    its node may keep its inputs between calls, so they are private copies.
-    room_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
+    memory_limit_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
     reserve_bytes: device memory that such a step must leave free.
     kv_most_bytes: limit on its KV memory at run time, where steps share it; 0: the size at start.
     sizes:        preferred batch sizes.
@@ -167,7 +167,7 @@ class StepToOpen(msgspec.Struct, frozen=True):
     device_outputs: dict[str, str] = {}
     finite: bool = False
     remembers: bool = False
-    room_bytes: int = 0
+    memory_limit_bytes: int = 0
     reserve_bytes: int = 0
     kv_most_bytes: int = 0
     thread: int = 0

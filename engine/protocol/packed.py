@@ -50,7 +50,7 @@ class Packed(msgspec.Struct, frozen=True):
     data:    bytes of any other kind except lists.
     pending: source of a tensor whose read is deferred until it is written or inlined.
     tensor:  a tensor on this worker's device; copied by DeviceWorker.
-    lies:    in addition to `tensor`: the Value to send, for a tensor that is in a device arena already.
+    placed:  in addition to `tensor`: the Value to send, for a tensor that is in a device arena already.
     items:   elements of a list; an element that is placed already, or absent, is a Value.
     encoded: source of an image or audio whose decoding is deferred until it is written or inlined.
     """
@@ -63,7 +63,7 @@ class Packed(msgspec.Struct, frozen=True):
     items: tuple[Packed | Value, ...] | None = None
     pending: PendingTensor | None = None
     tensor: DeviceTensor | None = None
-    lies: Value | None = None
+    placed: Value | None = None
     encoded: Encoded | None = None
 
     @property
@@ -109,7 +109,7 @@ class Packed(msgspec.Struct, frozen=True):
             return Value(self.kind, self.dtype, self.shape, self.array.tobytes())
         if self.tensor is not None:
             if self.tensor.nbytes:
-                raise RuntimeError(f"{self.tensor!r} was not brought to host memory before it travels")
+                raise RuntimeError(f"{self.tensor!r} must be copied to host memory before it is sent")
             return Value(self.kind, self.dtype, self.shape, b"")
         if self.encoded is not None:
             return self.decoded().inline()

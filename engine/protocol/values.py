@@ -129,7 +129,7 @@ def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
             return numpy_view(arenas[place.arena], place, TensorSpec(value.dtype, value.shape))
         if value.data is None and value.device_place is not None:
             raise StepError(
-                f"a {value.dtype}{list(value.shape)} lies on a device alone, and is read where there is none\n"
+                f"a {value.dtype}{list(value.shape)} is in device memory only, and this worker has no device\n"
                 "    this is a mistake of Weftline's plan, not of the pipeline: please report it"
             )
         return _inline_array(value)

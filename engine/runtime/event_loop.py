@@ -235,11 +235,11 @@ class Runtime:
         """Queue for blocks of the ingress arena, first in first out; LimitReached when the queue is full."""
         with self._lock:
             self._check_open()
-            self.scheduler.check_room(sizes)
+            self.scheduler.check_inputs_fit(sizes)
             return self._input_queue.enter(lambda: self._try_lease(sizes))
 
     def _try_lease(self, sizes: Sequence[int]) -> list[Block] | None:
-        blocks = self.scheduler.room_for(sizes)
+        blocks = self.scheduler.try_lease_inputs(sizes)
         self._copied_in_bytes += sum(sizes) if blocks is not None else 0
         return blocks
 

@@ -114,7 +114,7 @@ def keep_unfinished(state: SchedulerState, worker_id: int, dispatch: Dispatch) -
         request_table.hold(state, reads)
         there = [value for task in dispatch.tasks for value in read_there(task.unit, task.inputs, state.device_inputs)]
         device = frozenset(
-            lies.key for value in there for lies in (value.device_place, value.ready) if lies is not None
+            place.key for value in there for place in (value.device_place, value.ready) if place is not None
         )
         worker.unfinished[dispatch.id] = Unfinished(
             dispatch.id, dispatch.unit, reads, device, (*dispatch.blocks, *dispatch.granted, *worker.granted),

@@ -6,7 +6,7 @@ task continues with the copies. A task that such a worker had already received f
 does not count as a failure, and the task is kept back then.
 
     dispatched to such a worker, or failed by it --Fetch--> kept back --Fetched--> queued again
-                                                                     `--its owner dies, or has no room--> failed
+                                                                     `--its owner dies, or lacks memory--> failed
 
 Values in the arena of a dead worker cannot be copied: they are lost for such a reader.
 """

@@ -121,37 +121,37 @@ class Scheduler:
                 soonest = at
         return soonest
 
-    # room for inputs
+    # memory for inputs
 
     def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
         """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full.
 
         job: for a row of a job, which is limited to the jobs' share; a row larger than that may use the whole arena.
         """
-        blocks = self.room_for(sizes, job)
+        blocks = self.try_lease_inputs(sizes, job)
         if blocks is None:
             self.counters.refused += 1
-            raise self._no_room(sum(sizes))
+            raise self._inputs_do_not_fit(sum(sizes))
         return blocks
 
-    def check_room(self, sizes: Sequence[int]) -> None:
+    def check_inputs_fit(self, sizes: Sequence[int]) -> None:
         """Raise LimitReached when a request with such inputs would be refused now, or can never fit."""
         try:
             self.state.admission.check(sum(sizes))
             if sum(align_up(size, ALIGN_BYTES) for size in sizes) > self.ledger.arena_bytes(INGRESS_ARENA):
-                raise self._no_room(sum(sizes))
+                raise self._inputs_do_not_fit(sum(sizes))
         except LimitReached:
             self.counters.refused += 1
             raise
 
-    def room_for(self, sizes: Sequence[int], job: bool = False) -> list[Block] | None:
+    def try_lease_inputs(self, sizes: Sequence[int], job: bool = False) -> list[Block] | None:
         """As `try_reserve`; None when they do not fit now."""
         share = self.state.admission.job_bytes_max
         if job and sum(sizes) <= share < self.ledger.taken_bytes(INGRESS_ARENA) + sum(sizes):
             return None
         return lease_all(self.ledger, INGRESS_ARENA, sizes)
 
-    def _no_room(self, size_bytes: int) -> LimitReached:
+    def _inputs_do_not_fit(self, size_bytes: int) -> LimitReached:
         most = self.plan.ingress_arena_bytes
         limit = f"limits.arena_bytes is {self.plan.limits.arena_bytes}"
         message = f"not enough free shared memory for inputs of {size_bytes} bytes; {limit}"

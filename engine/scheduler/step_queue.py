@@ -66,7 +66,7 @@ class StepQueue:
         self.shared = job_batch_ms < math.inf  # with usual requests, which wait for no more than one batch of a job
         self._job_batch_ms = job_batch_ms
         self.in_place = (
-            False  # its outputs have needed room: then each message carries one batch, as room is freed by message
+            False  # True after outputs were preallocated: then one batch per message, as messages free memory
         )
         self.quick = False  # its batches are so short that a worker may be given a second message while it runs one
         self.least_ms = 0.0  # of a streaming step: what a short answer takes; 0 is unknown

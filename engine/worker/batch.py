@@ -389,16 +389,16 @@ class HostedBatch(Batch):
         return self._padded.lengths[port]
 
     def urgency(self, position: int) -> Urgency:
-        return urgency_of(self._items[position].brought, self._step.name)
+        return urgency_of(self._items[position].metadata, self._step.name)
 
 
-def urgency_of(brought: ItemMetadata | None, step: str) -> Urgency:
+def urgency_of(metadata: ItemMetadata | None, step: str) -> Urgency:
     """Return an item's metadata as the node contract's Urgency."""
-    if brought is None:
+    if metadata is None:
         return USUAL
-    sequence = SequencePart(brought.sequence, brought.start, brought.end) if brought.sequence else None
-    seed = None if brought.seed is None else seed_of(brought.seed, step, brought.element)
-    return Urgency(brought.priority, brought.left_ms, sequence, seed, brought.caller)
+    sequence = SequencePart(metadata.sequence, metadata.start, metadata.end) if metadata.sequence else None
+    seed = None if metadata.seed is None else seed_of(metadata.seed, step, metadata.element)
+    return Urgency(metadata.priority, metadata.left_ms, sequence, seed, metadata.caller)
 
 
 @dataclass(slots=True)
@@ -483,10 +483,10 @@ def _pad(column: list[Any], wanted: Sequence[tuple[int, int]], fill: Any) -> np.
     return whole
 
 
-def _into(value: np.ndarray, room: np.ndarray, fill: Any) -> np.ndarray:
-    room[...] = fill
-    room[tuple(slice(size) for size in value.shape)] = value
-    return room
+def _into(value: np.ndarray, out: np.ndarray, fill: Any) -> np.ndarray:
+    out[...] = fill
+    out[tuple(slice(size) for size in value.shape)] = value
+    return out
 
 
 def _axes(type: str, pad: Mapping[str, Sequence[int]]) -> list[tuple[int, str]]:

@@ -467,7 +467,7 @@ def open_device(message: OpenSteps) -> OpenedDevice:
         arena, share_mode, why = probe(driver, message.device_arena_bytes)
     except DeviceOutOfMemory as error:
         raise LimitReached(
-            f"{message.device} has no room for an arena of {message.device_arena_bytes} bytes ({error})\n"
+            f"{message.device} has too little memory for an arena of {message.device_arena_bytes} bytes ({error})\n"
             "    fix: lower gpu.arena_bytes, or put fewer steps on this device"
         ) from None
     events = None

@@ -1,7 +1,7 @@
 """Output placement: check a node's outputs against its ports, and copy them to where their readers are.
 
 `OutputPorts` checks and packs what a node returned. An input that is returned unchanged is passed on without a copy. A
-part of an input, or an output that the node wrote into a preallocated block, is referenced where it lies. On a GPU,
+part of an input, or an output that the node wrote into a preallocated block, is referenced where it is. On a GPU,
 tensors of any library stay on the device.
 
 `OutputPlacement` turns packed rows into ItemResults. Small values travel inside the message. Large values of one output
@@ -363,7 +363,7 @@ class OutputPlacement:
         device = self._memory.device
         if device is None or not device.can_read(value):
             return value
-        return Packed(value.kind, value.dtype, value.shape, tensor=device.view(value), lies=value)
+        return Packed(value.kind, value.dtype, value.shape, tensor=device.view(value), placed=value)
 
     # large values
 
@@ -381,7 +381,7 @@ class OutputPlacement:
             if where != DEVICE:
                 host[index] = Layout(leaves)
             if where != HOST:
-                leaves_to_copy = [leaf for leaf in leaves if leaf.lies is None]
+                leaves_to_copy = [leaf for leaf in leaves if leaf.placed is None]
                 if leaves_to_copy:
                     device[index] = Layout(leaves_to_copy, DEVICE_ALIGN_BYTES)
         host_places, device_places = self._output_buffers(host, device, host_buffers, device_buffers)
@@ -424,8 +424,8 @@ class OutputPlacement:
                     leaf.write(buffer)
                     continue
                 downloads.append((leaf.tensor, int(np.frombuffer(buffer, np.uint8).ctypes.data)))
-                if leaf.lies is not None:
-                    received.append(leaf.lies)
+                if leaf.placed is not None:
+                    received.append(leaf.placed)
             memory.copied_bytes += place.size_bytes
         if downloads and memory.dispatch is not None:
             memory.dispatch.download(downloads, received)
@@ -492,9 +492,9 @@ def _placed(value: Source, host: Mapping[int, Place], device: Mapping[int, Place
         return Value(value.kind, items=tuple(items))  # type: ignore[arg-type]
     if not value.size_bytes:
         return value.inline()
-    lies = value.lies
-    device_place = device.get(id(value)) if lies is None else lies.device_place
-    ready = None if lies is None else lies.ready
+    placed = value.placed
+    device_place = device.get(id(value)) if placed is None else placed.device_place
+    ready = None if placed is None else placed.ready
     return Value(value.kind, value.dtype, value.shape, None, host.get(id(value)), None, device_place, ready)
 
 
@@ -512,7 +512,7 @@ def _downloaded(small: Sequence[Packed], dispatch: DeviceDispatch) -> dict[int, 
         size += leaf.size_bytes
     staged = np.empty(size, np.uint8)
     pairs = [(leaf.tensor, staged.ctypes.data + start) for leaf, start in zip(small, starts) if leaf.tensor is not None]
-    dispatch.download(pairs, [leaf.lies for leaf in small if leaf.lies is not None])
+    dispatch.download(pairs, [leaf.placed for leaf in small if leaf.placed is not None])
     dispatch.wait_downloads()
     found = {}
     for leaf, start in zip(small, starts):

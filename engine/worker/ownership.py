@@ -193,7 +193,7 @@ def _is_tensor_alone(tensor: Any, tensors: Mapping[int, int]) -> bool:
 
 def _copies_on_device(doubtful: Sequence[tuple[Packed, Sequence[Source]]], memory: Memory) -> dict[int, Packed]:
     """Return copies of aliased device tensors, by identity of the old Packed."""
-    on_device = [(leaf, sources) for leaf, sources in doubtful if leaf.tensor is not None and leaf.lies is None]
+    on_device = [(leaf, sources) for leaf, sources in doubtful if leaf.tensor is not None and leaf.placed is None]
     if not on_device or memory.dispatch is None:
         return {}
     owners = {id(leaf.tensor.owner): leaf.tensor.owner for leaf, _ in on_device if leaf.tensor is not None}

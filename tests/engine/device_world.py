@@ -252,12 +252,12 @@ class DeviceWorld:
         planned = self._plan.steps[step]
         return {at for at, one in enumerate(planned.inputs) if one.port in planned.device_inputs}
 
-    def granted(self, worker: int, room: msg.OutputBuffer, dispatch: int | None) -> None:
+    def granted(self, worker: int, buffer: msg.OutputBuffer, dispatch: int | None) -> None:
         """A worker is given room on its device, for a dispatch that runs."""
-        self._lease(room.device_blocks)
+        self._lease(buffer.device_blocks)
         work = self._sides[worker].work.get(("run", dispatch or 0)) if worker in self._sides else None
         if work is not None:
-            work.uses += map(_range, room.device_blocks)
+            work.uses += map(_range, buffer.device_blocks)
 
     def waits(self, worker: int, kind: str, id: int) -> bool:
         """Whether the events that this work waits for are still to fire, if they ever will."""
@@ -325,7 +325,7 @@ class DeviceWorld:
         port: int,
         message: msg.RunBatch,
         position: int,
-        room: msg.OutputBuffer | None,
+        buffer: msg.OutputBuffer | None,
         unfinished: bool,
     ) -> msg.Value | None:
         """Return a value that lies on the device; None when there is no room for it there."""
@@ -337,14 +337,14 @@ class DeviceWorld:
         if port in message.device_output_blocks and step == message.step:
             block = message.device_output_blocks[port]
             size = block.size_bytes // len(message.items)
-        elif room is not None and room.device_blocks:
-            block, size, position = room.device_blocks[0], 20_000, 0
+        elif buffer is not None and buffer.device_blocks:
+            block, size, position = buffer.device_blocks[0], 20_000, 0
         else:
             return None
         ready = message.ready.place(0, EVENT_BYTES) if unfinished and message.ready is not None else None
         place = None
-        if where == "both" and room is not None and room.blocks:
-            place = room.blocks[0].place(0, min(size, 20_000))
+        if where == "both" and buffer is not None and buffer.blocks:
+            place = buffer.blocks[0].place(0, min(size, 20_000))
         return msg.Value("bytes", place=place, device_place=block.place(position * size, size), ready=ready)
 
     # what must hold

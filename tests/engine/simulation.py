@@ -49,7 +49,7 @@ KILLS_STREAMING_MAX = 5
 
 ITS_OWN = frozenset(
     {"open", "attach", "beat", "resize", "rest", "woken", "work", "finish", "release", "settle", "fetch", "fetched"}
-    | {"round", "room", "took"}
+    | {"round", "buffer", "took"}
 )
 """What a worker does itself, and does not when it hangs; all else befalls it."""
 
@@ -83,7 +83,7 @@ class World:
         self.endless: set[int] = set()  # at a batch for ever, and their hearts beat
         self.loads_until: dict[int, float] = {}  # silent, until they have woken a step
         self.inbox: dict[int, list[msg.RunBatch]] = {}
-        self.waiting_room: dict[int, msg.RunBatch] = {}
+        self.waiting_for_buffer: dict[int, msg.RunBatch] = {}
         self.waiting_device: set[int] = set()
         self.fetching: dict[int, msg.Fetch] = {}  # which waits for room
         self.cancelled: dict[int, set[int]] = {}
@@ -351,7 +351,7 @@ class World:
         for held in (
             self.arena_of,
             self.inbox,
-            self.waiting_room,
+            self.waiting_for_buffer,
             self.fetching,
             self.streams,
             self.chains,
@@ -384,7 +384,7 @@ class World:
         """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
         if self.arena_of.get(worker) != arena or not self.inbox.get(worker):
             return
-        if worker in self.waiting_room or worker in self.waiting_device:
+        if worker in self.waiting_for_buffer or worker in self.waiting_device:
             return
         if worker in self.fetching:
             self.later(("work", worker, arena))
@@ -406,7 +406,7 @@ class World:
             hung.add(worker)
             return
         if self.rng.random() < 0.3:
-            self.waiting_room[worker] = message
+            self.waiting_for_buffer[worker] = message
             huge = self.rng.random() < 0.05
             self.say(worker, arena, msg.BufferRequest(((1 << 20) if huge else 20_000,), self.gpus.need(worker)))
             return
@@ -425,16 +425,16 @@ class World:
                 return True
         return False
 
-    def on_finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
+    def on_finish(self, worker: int, arena: int, message: msg.RunBatch, buffer: msg.OutputBuffer | None) -> None:
         if self.arena_of.get(worker) == arena:
             self.waiting_device.discard(worker)
-            self.finish(worker, arena, message, room)
+            self.finish(worker, arena, message, buffer)
 
-    def finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
+    def finish(self, worker: int, arena: int, message: msg.RunBatch, buffer: msg.OutputBuffer | None) -> None:
         unfinished = self.gpus.leaves_unfinished(message)
         if not unfinished and self.gpus.waits(worker, "run", message.dispatch):  # for its device, and that for another
             self.waiting_device.add(worker)
-            self.later(("finish", worker, arena, message, room))
+            self.later(("finish", worker, arena, message, buffer))
             return
         self.inbox[worker].pop(0)
         if self.rng.random() < 0.01:  # an answer to something else first: the scheduler kills it for that
@@ -447,13 +447,15 @@ class World:
             if not self.gpus.sees(worker, item):
                 results.append(self.unseen(message.step, item, [stage.step for stage in stages] if chain else []))
                 continue
-            if self.rng.random() < 0.1 or (room is not None and room.refused):
+            if self.rng.random() < 0.1 or (buffer is not None and buffer.refused):
                 results.append(msg.Failure("StepError", "drawn", self.rng.randrange(len(stages))))
                 continue
             ports = chain.returns if chain else [(0, at) for at in range(len(self.plan.steps[message.step].outputs))]
             results.append(
                 msg.ItemResult(
-                    tuple(self.value(stages[s].step, at, item, position, message, room, unfinished) for s, at in ports)
+                    tuple(
+                        self.value(stages[s].step, at, item, position, message, buffer, unfinished) for s, at in ports
+                    )
                 )
             )
         ran = tuple(msg.StepRun(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
@@ -497,14 +499,14 @@ class World:
         """A worker copies what others cannot see: it asks for room, and answers when the device is done with it."""
         if self.arena_of.get(worker) != arena:
             return
-        busy = worker in self.waiting_room or worker in self.waiting_device or worker in self.fetching
+        busy = worker in self.waiting_for_buffer or worker in self.waiting_device or worker in self.fetching
         if busy or self.gpus.waits(worker, "fetch", message.token):
             self.later(("fetch", worker, arena, message))
             return
         self.fetching[worker] = message
         self.say(worker, arena, msg.BufferRequest(tuple(value.size_bytes for value in message.values)))
 
-    def on_fetched(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
+    def on_fetched(self, worker: int, arena: int, buffer: msg.OutputBuffer) -> None:
         if self.arena_of.get(worker) != arena or worker not in self.fetching:
             return
         message = self.fetching.pop(worker)
@@ -512,9 +514,9 @@ class World:
         wrong = 1000 if self.gpus.rng.random() < 0.01 else 0
         values = tuple(
             msg.Value(value.kind, value.dtype, value.shape, place=block.place(0, value.size_bytes))
-            for value, block in zip(message.values, room.blocks)
+            for value, block in zip(message.values, buffer.blocks)
         )
-        self.say(worker, arena, msg.Fetched(message.token + wrong, values, room.refused))
+        self.say(worker, arena, msg.Fetched(message.token + wrong, values, buffer.refused))
 
     def json(self) -> msg.Value:
         return msg.Value("json", data=msgspec.msgpack.encode(self.rng.random() < 0.5))
@@ -526,24 +528,30 @@ class World:
         item: msg.Item,
         position: int,
         message: msg.RunBatch,
-        room: msg.OutputBuffer | None,
+        buffer: msg.OutputBuffer | None,
         unfinished: bool = False,
     ) -> msg.Value:
         type = self.plan.steps[step].outputs[port].type
         if type.kind == "list":
             each = [
-                self.gpus.value(step, port, message, position, room, unfinished)
-                or self.leaf(step, port, item, position, message, room)
+                self.gpus.value(step, port, message, position, buffer, unfinished)
+                or self.leaf(step, port, item, position, message, buffer)
                 for _ in range(self.rng.choice((0, 1, 2, 6)))
             ]
             return msg.Value("list", items=tuple(each))
         if type.kind == "json":
             return self.json()
-        on_device = self.gpus.value(step, port, message, position, room, unfinished)
-        return on_device or self.leaf(step, port, item, position, message, room)
+        on_device = self.gpus.value(step, port, message, position, buffer, unfinished)
+        return on_device or self.leaf(step, port, item, position, message, buffer)
 
     def leaf(
-        self, step: int, port: int, item: msg.Item, position: int, message: msg.RunBatch, room: msg.OutputBuffer | None
+        self,
+        step: int,
+        port: int,
+        item: msg.Item,
+        position: int,
+        message: msg.RunBatch,
+        buffer: msg.OutputBuffer | None,
     ) -> msg.Value:
         draw = self.rng.random()
         passed = [value for value in item.inputs if value.place is not None or value.device_place is not None]
@@ -555,8 +563,8 @@ class World:
             block = message.output_blocks[port]
             size = block.size_bytes // len(message.items)
             return msg.Value("bytes", place=block.place(position * size, size))
-        if room is not None and room.blocks and draw < 0.9:
-            return msg.Value("bytes", place=room.blocks[0].place(0, 20_000))
+        if buffer is not None and buffer.blocks and draw < 0.9:
+            return msg.Value("bytes", place=buffer.blocks[0].place(0, 20_000))
         return msg.Value("bytes", data=b"y")
 
     def on_round(self, worker: int, arena: int) -> None:
@@ -705,10 +713,10 @@ class World:
                 if worker in self.fetching:
                     self.at(self.now, ("fetched", worker, arena, message))
                     return
-                running = self.waiting_room.get(worker)
+                running = self.waiting_for_buffer.get(worker)
                 self.gpus.granted(worker, message, running.dispatch if running is not None else None)
                 if running is not None:  # later, as an answer always is: never inside the scheduler's own turn
-                    self.at(self.now, ("room", worker, arena, message))
+                    self.at(self.now, ("buffer", worker, arena, message))
             case msg.EndSequences():
                 for id in message.sequences:
                     self.sequence_of.pop((message.step, id), None)
@@ -716,9 +724,9 @@ class World:
     def on_took(self, worker: int, arena: int, items: tuple[int, ...], step: int) -> None:
         self.say(worker, arena, msg.ChunkRead(step, items))
 
-    def on_room(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
-        if self.arena_of.get(worker) == arena and worker in self.waiting_room:
-            self.finish(worker, arena, self.waiting_room.pop(worker), room)
+    def on_buffer(self, worker: int, arena: int, buffer: msg.OutputBuffer) -> None:
+        if self.arena_of.get(worker) == arena and worker in self.waiting_for_buffer:
+            self.finish(worker, arena, self.waiting_for_buffer.pop(worker), buffer)
 
     def end(self, request: int, how: str) -> None:
         if request in self.ended or request in self.refused:
@@ -752,11 +760,11 @@ class World:
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
                     raise AssertionError(f"item {item.id} was sent memory that is not leased")
-            if item.brought is not None and item.brought.sequence and self.plan.steps[message.step].sequence:
-                stuck = self.sequence_of.setdefault((message.step, item.brought.sequence), worker)
-                if stuck != worker and not item.brought.start:
-                    raise AssertionError(f"sequence {item.brought.sequence} moved from worker {stuck} to {worker}")
-                self.sequence_of[(message.step, item.brought.sequence)] = worker
+            if item.metadata is not None and item.metadata.sequence and self.plan.steps[message.step].sequence:
+                stuck = self.sequence_of.setdefault((message.step, item.metadata.sequence), worker)
+                if stuck != worker and not item.metadata.start:
+                    raise AssertionError(f"sequence {item.metadata.sequence} moved from worker {stuck} to {worker}")
+                self.sequence_of[(message.step, item.metadata.sequence)] = worker
 
     def check_feed(self, worker: int, message: msg.InputChunks) -> None:
         """Check that chunks arrive at the item's worker in order, none lost, and end with the whole value."""

@@ -112,9 +112,9 @@ def given(d: SchedulerHarness, size_bytes: int = 100_000) -> msg.Value:
 def asked(d: SchedulerHarness, need: msg.BufferRequest) -> msg.OutputBuffer:
     """Return the answer to a question for room."""
     d.receive(0, need)
-    (room,) = d.sent(msg.OutputBuffer)
-    assert isinstance(room, msg.OutputBuffer)
-    return room
+    (buffer,) = d.sent(msg.OutputBuffer)
+    assert isinstance(buffer, msg.OutputBuffer)
+    return buffer
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_with_ordering_event_a_dispatch_has_an_event_while_there_are_any() -> No
 def test_host_and_device_buffers_are_granted_together_or_not_at_all() -> None:
     d = device_harness()
     first = d.submit(x=given(d, 64))
-    room = asked(d, msg.BufferRequest((MOST,), (NEAR_BYTES,)))
-    assert len(room.blocks) == 1 and len(room.device_blocks) == 1
-    value = msg.Value("tensor", "float32", (MOST // 4,), place=room.blocks[0].place(0, MOST))
+    buffer = asked(d, msg.BufferRequest((MOST,), (NEAR_BYTES,)))
+    assert len(buffer.blocks) == 1 and len(buffer.device_blocks) == 1
+    value = msg.Value("tensor", "float32", (MOST // 4,), place=buffer.blocks[0].place(0, MOST))
     d.answer("a", lambda x: value)
     d.submit(x=given(d, 64))
     held = d.scheduler.ledger.stats().leased_bytes

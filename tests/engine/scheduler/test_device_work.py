@@ -189,5 +189,7 @@ def test_a_buffer_blocked_by_a_callers_tensor_is_refused_with_the_key() -> None:
     harness = SchedulerHarness(hop("event", arena_bytes=2 * SIZE_BYTES))
     harness.submit(x=given(harness))
     harness.receive(0, msg.BufferRequest((), (2 * SIZE_BYTES,)))  # beside the room that it was given beforehand
-    (room,) = harness.sent(msg.OutputBuffer)
-    assert room.refused == "outputs of 131072 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"
+    (buffer,) = harness.sent(msg.OutputBuffer)
+    assert (
+        buffer.refused == "outputs of 131072 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"
+    )

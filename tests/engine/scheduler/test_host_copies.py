@@ -24,13 +24,13 @@ def fail_unseen(harness: SchedulerHarness, step: str = "b") -> None:
 def fetched(harness: SchedulerHarness, fetch: msg.Fetch, owner: int = LEFT) -> msg.OutputBuffer:
     """The owner asks for room, and answers a Fetch; returns the room."""
     harness.receive(owner, msg.BufferRequest(tuple(value.size_bytes for value in fetch.values)))
-    (room,) = harness.sent(msg.OutputBuffer)
+    (buffer,) = harness.sent(msg.OutputBuffer)
     values = tuple(
         msg.Value(value.kind, value.dtype, value.shape, place=block.place(0, value.size_bytes))
-        for value, block in zip(fetch.values, room.blocks)
+        for value, block in zip(fetch.values, buffer.blocks)
     )
-    harness.receive(owner, msg.Fetched(fetch.token, values, room.refused))
-    return room
+    harness.receive(owner, msg.Fetched(fetch.token, values, buffer.refused))
+    return buffer
 
 
 @pytest.mark.parametrize("ordering", ["host", "event"])
@@ -173,8 +173,8 @@ def test_a_buffer_larger_than_the_arena_fails_and_names_the_limit() -> None:
     answer_on_device(harness, "a", unfinished=False)
     (fetch,) = harness.sent(msg.Fetch)
     harness.receive(LEFT, msg.BufferRequest((1 << 30,)))
-    (room,) = harness.sent(msg.OutputBuffer)
-    harness.receive(LEFT, msg.Fetched(fetch.token, (), room.refused))
+    (buffer,) = harness.sent(msg.OutputBuffer)
+    harness.receive(LEFT, msg.Fetched(fetch.token, (), buffer.refused))
     assert harness.failure(one).error == "LimitReached" and "limits.arena_bytes" in harness.failure(one).message
     assert harness.is_clean()
 

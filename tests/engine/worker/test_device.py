@@ -73,7 +73,7 @@ def test_events_that_cannot_be_shared_leave_the_worker_with_ordering_host(monkey
 
 
 def test_a_device_too_small_for_the_arena_names_the_option_to_lower() -> None:
-    with pytest.raises(LimitReached, match=r"(?s)fake:0 has no room for an arena .*gpu\.arena_bytes"):
+    with pytest.raises(LimitReached, match=r"(?s)fake:0 has too little memory for an arena .*gpu\.arena_bytes"):
         open_device(open_message(arena_bytes=1 << 40))
 
 

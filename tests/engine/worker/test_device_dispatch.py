@@ -230,7 +230,7 @@ def test_an_output_read_on_the_device_is_not_only_on_the_host(bench: DeviceBench
         return doubled(batch)
 
     block = bench.block(BIG * 4, OWN)
-    done = bench.on_gpu(fill, X, Y, {"y": "both"}).run(run_of(rows, room={0: block}))
+    done = bench.on_gpu(fill, X, Y, {"y": "both"}).run(run_of(rows, output_blocks={0: block}))
     assert rooms == [None]
     assert only(done).place == block.place(0, BIG * 4) and (bench.seen(only(done)) == numbers(1) * 2).all()
 

@@ -98,7 +98,7 @@ def test_the_only_unknown_llm_step_uses_the_remainder_when_it_opens(planned, fil
     assert (reserved.bytes, reserved.fills, reserved.takers) == (23 * GIB, True, 0), "no other pipeline has a share"
     assert "are left for grow, which was not measured" in explain_text(plan)
     planned_bytes = {
-        step.name: (step.room_bytes, step.reserve_bytes)
+        step.name: (step.memory_limit_bytes, step.reserve_bytes)
         for worker in range(len(plan.workers))
         for step in open_message(plan, worker, Path()).steps
     }
