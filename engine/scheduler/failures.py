@@ -23,10 +23,9 @@ from weftline.engine.scheduler import (
 from weftline.engine.scheduler.device_work import Unfinished
 from weftline.engine.scheduler.lost_devices import LostDevice, dependent_workers, lost_with
 from weftline.engine.scheduler.recovery import Verdict
-from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch
 
 

@@ -8,7 +8,7 @@ has copied it (`Delivered`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from weftline.engine.protocol.messages import Value
@@ -186,13 +186,6 @@ def replace_lost_values(state: SchedulerState, request: Request, left_of: Callab
 def _release_rest(state: SchedulerState, value: Value, left: Value, tickets: int) -> None:
     kept = set(left.keys)
     release(state, (key for key in value.keys if key not in kept), tickets)
-
-
-def release_inputs(state: SchedulerState, inputs: Mapping[str, Value]) -> None:
-    """Release the writer's tickets of a request's inputs."""
-    for value in inputs.values():
-        if value.data is None:
-            release(state, value.keys)
 
 
 def complete(state: SchedulerState, request: Request) -> None:

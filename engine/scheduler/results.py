@@ -25,10 +25,9 @@ from weftline.engine.scheduler import (
     workers,
 )
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, Dispatch, WorkerState
 
 OPENING = frozenset({msg.Hello, msg.DeviceUp, msg.OpenFailed, msg.Ready})

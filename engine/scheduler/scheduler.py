@@ -39,11 +39,10 @@ from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.objective import LatencyObjective
 from weftline.engine.scheduler.recovery import Recovery
-from weftline.engine.scheduler.request import Request, ms_text, passed_before
+from weftline.engine.scheduler.request import Request, ms_text, passed_before, record_timings
 from weftline.engine.scheduler.routes import Route, Routes
 from weftline.engine.scheduler.state import Counters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
 from weftline.errors import InputError, LimitReached, StepUnavailable

@@ -189,7 +189,7 @@ def suspects_that_stay_together(patch: pytest.MonkeyPatch, draws: random.Random)
 @mutant
 def a_killer_that_is_always_retried(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr("weftline.engine.scheduler.recovery.LONE_DEATHS_MAX", LONE_DEATHS_MAX + 100)
-    patch.setattr("weftline.engine.scheduler.retry_budget.RetryBudget.try_take", lambda s: True)
+    patch.setattr("weftline.engine.token_bucket.RetryBudget.try_take", lambda s: True)
 
 
 @mutant
