@@ -54,7 +54,7 @@ def shaky(*fails: DriverError) -> Shaky:
 @pytest.mark.parametrize(
     ("device", "share_mode"), [("fake:0", 0), ("fake-legacy:0", 1), ("fake-alone:0", 2), ("fake-closed:0", 0)]
 )
-def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, share_mode: int) -> None:
+def test_a_device_is_shared_in_the_first_mode_that_works(device: str, share_mode: int) -> None:
     shared = probe(FakeGpu(device), 3 * MIB)
     assert shared.share_mode == SHARE_MODES[share_mode]
     assert [f"{name}: " in shared.why for name in SHARE_MODES[:share_mode]] == [True] * share_mode
