@@ -1,7 +1,11 @@
-"""Token bucket, and the rate limit that refills one with time.
+"""Token bucket, and its uses: a rate limit, refilled by time, and a retry budget, refilled by first attempts.
 
-A bucket saves permits up to a capacity; they are taken one at a time. First attempts refill that of the retry budget
-(`engine/scheduler/retry_budget.py`). Pure, and not thread-safe.
+RetryBudget limits retries to a share of first attempts, so that retries never become the load. Each first attempt adds
+`share` of a token, and each retry takes a whole token. The bucket starts with a few tokens, so that an idle system can
+retry too; as a loan, the first attempts that follow pay these back. (Finagle's RetryBudget; gRFC A6.) The scheduler has
+one budget for steps and workers that fail, and each client one for refused requests.
+
+Pure, and not thread-safe.
 """
 
 from __future__ import annotations
@@ -49,3 +53,39 @@ class RateLimit:
         if self._bucket.try_take():
             return 0.0
         return (1.0 - self._bucket.tokens) / self.per_s
+
+
+START_TOKENS = 10.0
+"""Retries allowed before the first attempt; insignificant in the long run."""
+
+SAVED_MAX = 100.0
+"""Most tokens that are saved, for a share of one: a long idle time does not pay for a retry storm."""
+
+
+class RetryBudget:
+    """Token bucket for retries.
+
+    share: retries for each first attempt in the long run, 0.1 for one in ten; 0 allows none at all.
+    start: retries allowed before the first attempt.
+    loan:  first attempts add nothing until they have paid for these: after n of them there were at most
+           max(start, n * share) retries.
+    """
+
+    def __init__(self, share: float, start: float = START_TOKENS, loan: bool = False) -> None:
+        self.share = max(0.0, share)
+        most = max(start, SAVED_MAX * min(self.share, 1.0))
+        self._bucket = TokenBucket(most, start if self.share else 0.0)
+        self._owed = start if loan else 0.0
+
+    def first(self, count: int = 1) -> None:
+        """Count first attempts."""
+        earned = count * self.share
+        if self._owed:
+            paid = min(self._owed, earned)
+            self._owed -= paid
+            earned -= paid
+        self._bucket.add(earned)
+
+    def try_take(self) -> bool:
+        """Take one retry; False when the budget is used up."""
+        return self._bucket.try_take()

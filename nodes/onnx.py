@@ -49,8 +49,7 @@ from weftline.nodes.onnx_session import (
     session_memory,
 )
 from weftline.nodes.ports import Dim
-from weftline.shm.device.driver import GpuDriver
-from weftline.shm.device.opening import open_driver
+from weftline.shm.device.driver import GpuDriver, open_driver
 from weftline.shm.view import numpy_dtype
 
 RANKS = {"image": 3, "audio": 1}

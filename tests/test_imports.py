@@ -19,7 +19,7 @@ FRONT_DOOR = 5
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
     *(f"nodes/{name}.py" for name in ("grouping", "out_of_memory")),
-    *(f"shm/device/{name}.py" for name in ("names", "driver", "ladder", "events", "cuda_errors")),
+    *(f"shm/device/{name}.py" for name in ("names", "driver", "events")),
     "weftline/testing/recorder.py",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").rglob("*.py"))),
     *(
@@ -27,13 +27,13 @@ PURE = [
         for room in ("scheduler",)
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
-    *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "hints", "trace")),
+    *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "trace")),
     *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),
     *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements", "strict_json")),
     *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),
-    *(f"engine/metrics/{name}.py" for name in ("series", "histogram", "requests", "spans", "trace_context")),
+    *(f"engine/metrics/{name}.py" for name in ("series", "requests", "spans")),
     *(f"engine/jobs/{name}.py" for name in ("rows", "spec", "sources/formats")),
     *(f"engine/jobs/output/{name}.py" for name in ("layout", "manifest")),
     *(f"engine/jobs/runners/{name}.py" for name in ("plans",)),

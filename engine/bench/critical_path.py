@@ -27,7 +27,7 @@ OUTSIDE_PARTS = (LATE, BEFORE, BETWEEN, AFTER)
 """Time outside of steps: the load itself was late; before the first step, between two, and after the last one."""
 
 SAME_MOMENT_MS = 0.001
-"""Times that differ by less are the same moment: a value is read by the very event that brought it."""
+"""Times that differ by less are the same moment: a value is read by the event that delivered it."""
 
 PATHS_MAX = 5
 """Most critical paths that are listed; the others are rarer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from weftline.engine.scheduler.retry_budget import RetryBudget
+from weftline.engine.token_bucket import RetryBudget
 
 SHARE = 0.1
 """Retries over requests, at most."""

@@ -17,8 +17,7 @@ import random
 import threading
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.metrics.spans import SpanFacts, spans_of
-from weftline.engine.metrics.trace_context import TraceContext, parse
+from weftline.engine.metrics.spans import SpanFacts, TraceContext, parse, spans_of
 from weftline.engine.serving.backend import Ask, Record
 from weftline.errors import MissingPackage
 

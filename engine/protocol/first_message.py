@@ -36,7 +36,7 @@ def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:
 
 def _step_to_open(index: int, step: PlannedStep, worker: int, thread: int, plan: Plan) -> msg.StepToOpen:
     device = step.devices[step.workers.index(worker)] if step.devices else step.device
-    room = next((one for one in plan.budgets if one.device == device and takes_rest(step, one)), None)
+    budget = next((one for one in plan.budgets if one.device == device and takes_rest(step, one)), None)
     return msg.StepToOpen(
         index,
         step.name,
@@ -52,12 +52,12 @@ def _step_to_open(index: int, step: PlannedStep, worker: int, thread: int, plan:
         str(step.base_dir.absolute()) if step.base_dir is not None else "",
         step.streams,
         step.fed,
-        step.near_inputs,
-        dict(step.near_outputs),
+        step.device_inputs,
+        dict(step.device_outputs),
         step.finite,
         step.sequence is not None,
-        room_bytes=room.rest_bytes if room is not None else 0,
-        reserve_bytes=reserve_of(room) if room is not None else 0,
+        memory_limit_bytes=budget.rest_bytes if budget is not None else 0,
+        reserve_bytes=reserve_of(budget) if budget is not None else 0,
         kv_most_bytes=kv_most(plan, step, device),
         thread=thread,
         sizes=step.batch.sizes,

@@ -29,13 +29,15 @@ CHUNK_OVERHEAD_BYTES = 256
 
 
 class Value(msgspec.Struct, frozen=True, array_like=True):
-    """One value of a port: its kind, and its bytes inline (`data`), in shared memory (`place`) or on a device (`near`).
+    """One value of a port: its kind, and its bytes.
+
+    The bytes are inline (`data`), in shared memory (`place`) or on a device (`device_place`).
 
     dtype, shape: for tensor kinds (tensor, image, audio).
     items:  for kind 'list', the elements in order.
-    near:   place of a tensor in a device arena; set in addition to `place` when the same bytes are in both.
-    ready:  event that fires when the write to `near` is complete, as a place in the event arena of the writing worker;
-            None if it is complete already.
+    device_place: place of a tensor in a device arena; set in addition to `place` when the same bytes are in both.
+    ready:  event that fires when the write to `device_place` is complete, as a place in the event arena of the writing
+            worker; None if it is complete already.
     A value of kind 'absent' has no content: the step that produces it was skipped.
     """
 
@@ -45,7 +47,7 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
     data: bytes | None = None
     place: Place | None = None
     items: tuple[Value, ...] | None = None
-    near: Place | None = None
+    device_place: Place | None = None
     ready: Place | None = None
 
     @property
@@ -54,14 +56,16 @@ class Value(msgspec.Struct, frozen=True, array_like=True):
             return len(self.data)
         if self.items is not None:
             return sum(one.size_bytes for one in self.items)
-        lies = self.place or self.near
-        return lies.size_bytes if lies else 0
+        place = self.place or self.device_place
+        return place.size_bytes if place else 0
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """Return the keys of the leases on its memory, without duplicates."""
-        if self.near is not None:
-            return tuple(dict.fromkeys(one.key for one in (self.place, self.near, self.ready) if one is not None))
+        if self.device_place is not None:
+            return tuple(
+                dict.fromkeys(one.key for one in (self.place, self.device_place, self.ready) if one is not None)
+            )
         if self.place is not None:
             return (self.place.key,)
         if self.items:
@@ -124,7 +128,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     inputs: tuple[Value, ...]
-    brought: ItemMetadata | None = None
+    metadata: ItemMetadata | None = None
 
 
 # runtime -> worker
@@ -136,11 +140,11 @@ class StepToOpen(msgspec.Struct, frozen=True):
     base_dir:     base of relative paths in its options; '': the base_dir of OpenSteps.
     streams:      the step is run as a StreamNode.
     fed:          inputs that are passed to its node by `feed`.
-    near_inputs:  inputs that are passed to its node as DeviceTensors, whatever their source.
-    near_outputs: for output ports with a reader on the device: 'device' if no reader needs host memory, else 'both'.
+    device_inputs:  inputs that are passed to its node as DeviceTensors, whatever their source.
+    device_outputs: for output ports with a reader on the device: 'device' if no reader needs host memory, else 'both'.
                   All other outputs are copied to host memory.
     remembers:    its node may keep its inputs between calls, so they are private copies.
-    room_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
+    memory_limit_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
     reserve_bytes: device memory that such a step must leave free.
     kv_most_bytes: limit on its KV memory at run time, where steps share it; 0: the size at start.
     sizes:        preferred batch sizes.
@@ -161,11 +165,11 @@ class StepToOpen(msgspec.Struct, frozen=True):
     base_dir: str = ""
     streams: bool = False
     fed: tuple[str, ...] = ()
-    near_inputs: tuple[str, ...] = ()
-    near_outputs: dict[str, str] = {}
+    device_inputs: tuple[str, ...] = ()
+    device_outputs: dict[str, str] = {}
     finite: bool = False
     remembers: bool = False
-    room_bytes: int = 0
+    memory_limit_bytes: int = 0
     reserve_bytes: int = 0
     kv_most_bytes: int = 0
     thread: int = 0
@@ -214,7 +218,7 @@ class AttachDevice(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     arena: int
     size_bytes: int
-    rung: str = ""
+    share_mode: str = ""
     handle: bytes = b""
     events: tuple[bytes, ...] = ()
 
@@ -251,8 +255,9 @@ class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     chain:     0, or the id of a Chain that starts with `step`. Items then hold the inputs of its first stage, followed
                by the inputs that later stages read.
-    room:      preallocated output buffers by output port index, where the size is known: a leased block for all items.
-    near_room: the same in the worker's device arena.
+    output_blocks: preallocated output buffers by output port index, where the size is known: a leased block for all
+               items.
+    device_output_blocks: the same in the worker's device arena.
     ready:     event for the outputs on the device, as a block of the worker's event arena.
     suspect:   this item may have killed a worker: the worker sends Suspected with its digest before running it.
     """
@@ -260,22 +265,22 @@ class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     dispatch: int
     step: int
     items: tuple[Item, ...]
-    room: dict[int, Block] = {}
+    output_blocks: dict[int, Block] = {}
     chain: int = 0
     suspect: bool = False
-    near_room: dict[int, Block] = {}
+    device_output_blocks: dict[int, Block] = {}
     ready: Block | None = None
 
 
 class OutputBuffer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to the BufferRequest of `dispatch`: one block per requested size, or none and the reason (`refused`).
 
-    near: the blocks in the device arena.
+    device_blocks: the blocks in the device arena.
     """
 
     blocks: tuple[Block, ...]
     refused: str = ""
-    near: tuple[Block, ...] = ()
+    device_blocks: tuple[Block, ...] = ()
     dispatch: int = 0
 
 
@@ -403,7 +408,7 @@ class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Report that the worker has created its device arena; sent after Hello, before the first step opens.
 
     device: 'cuda:0' and so on.
-    rung:   sharing mode. 'descriptor': by the descriptor sent with this message; the memory outlives the worker.
+    share_mode: 'descriptor': by the descriptor sent with this message; the memory outlives the worker.
             'handle': by the CUDA IPC `handle`; the memory ends with the worker. 'host': not shareable. There is then
             no arena (size_bytes 0), and tensors are sent through host memory.
     events: IPC handles of its events; none with ordering 'host'.
@@ -412,7 +417,7 @@ class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     device: str
     size_bytes: int
-    rung: str
+    share_mode: str
     handle: bytes = b""
     events: tuple[bytes, ...] = ()
     why: str = ""
@@ -500,12 +505,12 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class BufferRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Request output blocks of these sizes for the running dispatch; the worker waits for OutputBuffer.
 
-    near:     sizes of blocks in its device arena.
+    device_sizes: sizes of blocks in its device arena.
     dispatch: the waiting dispatch in a worker whose steps have separate threads; else 0.
     """
 
     sizes: tuple[int, ...]
-    near: tuple[int, ...] = ()
+    device_sizes: tuple[int, ...] = ()
     dispatch: int = 0
 
 
@@ -541,7 +546,7 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     copied_bytes:  bytes of outputs copied into shared memory.
     out_of_memory: size of the batch that ran out of device or host memory; 0: none did.
     unfinished:    work on the device continues: the memory that it reads and writes stays leased until Released.
-    near_bytes:    bytes of tensors copied to or from the device.
+    device_moved_bytes:    bytes of tensors copied to or from the device.
     """
 
     dispatch: int
@@ -550,7 +555,7 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     copied_bytes: int = 0
     out_of_memory: int = 0
     unfinished: bool = False
-    near_bytes: int = 0
+    device_moved_bytes: int = 0
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):

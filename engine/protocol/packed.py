@@ -49,8 +49,8 @@ class Packed(msgspec.Struct, frozen=True):
     array:   contiguous array of a tensor, not copied.
     data:    bytes of any other kind except lists.
     pending: source of a tensor whose read is deferred until it is written or inlined.
-    near:    a tensor on this worker's device; copied by DeviceWorker.
-    lies:    in addition to `near`: the Value to send, for a tensor that is in a device arena already.
+    tensor:  a tensor on this worker's device; copied by DeviceWorker.
+    placed:  in addition to `tensor`: the Value to send, for a tensor that is in a device arena already.
     items:   elements of a list; an element that is placed already, or absent, is a Value.
     encoded: source of an image or audio whose decoding is deferred until it is written or inlined.
     """
@@ -62,8 +62,8 @@ class Packed(msgspec.Struct, frozen=True):
     data: bytes = b""
     items: tuple[Packed | Value, ...] | None = None
     pending: PendingTensor | None = None
-    near: DeviceTensor | None = None
-    lies: Value | None = None
+    tensor: DeviceTensor | None = None
+    placed: Value | None = None
     encoded: Encoded | None = None
 
     @property
@@ -75,8 +75,8 @@ class Packed(msgspec.Struct, frozen=True):
             return self.pending.spec.size_bytes
         if self.encoded is not None:
             return self.encoded.size_bytes
-        if self.near is not None:
-            return self.near.nbytes
+        if self.tensor is not None:
+            return self.tensor.nbytes
         return len(self.data) if self.items is None else Layout((self,)).size_bytes
 
     @property
@@ -107,9 +107,9 @@ class Packed(msgspec.Struct, frozen=True):
             return Value(self.kind, self.dtype, self.shape, self.pending.read().tobytes())
         if self.array is not None:
             return Value(self.kind, self.dtype, self.shape, self.array.tobytes())
-        if self.near is not None:
-            if self.near.nbytes:
-                raise RuntimeError(f"{self.near!r} was not brought to host memory before it travels")
+        if self.tensor is not None:
+            if self.tensor.nbytes:
+                raise RuntimeError(f"{self.tensor!r} must be copied to host memory before it is sent")
             return Value(self.kind, self.dtype, self.shape, b"")
         if self.encoded is not None:
             return self.decoded().inline()

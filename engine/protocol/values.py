@@ -86,7 +86,7 @@ def pack(
         if on_device is not None and value.__class__ is not np.ndarray:
             tensor = _seen(value, on_device, what)
             if tensor is not None:
-                return _pack_near(tensor, type, what)
+                return _pack_device_tensor(tensor, type, what)
         return _pack_array(value, type, what)
     if kind == "text":
         if not isinstance(value, str):
@@ -127,9 +127,9 @@ def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
     if kind in ARRAYS:
         if place is not None:
             return numpy_view(arenas[place.arena], place, TensorSpec(value.dtype, value.shape))
-        if value.data is None and value.near is not None:
+        if value.data is None and value.device_place is not None:
             raise StepError(
-                f"a {value.dtype}{list(value.shape)} lies on a device alone, and is read where there is none\n"
+                f"a {value.dtype}{list(value.shape)} is in device memory only, and this worker has no device\n"
                 "    this is a mistake of Weftline's plan, not of the pipeline: please report it"
             )
         return _inline_array(value)
@@ -274,7 +274,7 @@ def _seen(value: Any, on_device: OnDevice, what: str) -> DeviceTensor | None:
         raise StepError(f"{what}: {error}") from None
 
 
-def _pack_near(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
+def _pack_device_tensor(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
     """Return a packed device tensor, after the same type checks as for an array."""
     dtype, rank = ARRAYS[type.kind] if type.kind != "tensor" else (type.dtype, None)
     if dtype in STAND_INS and tensor.dtype == STAND_INS[dtype]:
@@ -284,7 +284,7 @@ def _pack_near(tensor: DeviceTensor, type: PortType, what: str) -> Packed:
     right = (dtype is None or tensor.dtype == dtype) and _has_dims(shape, type.dims)
     if not right or (rank is not None and len(shape) != rank) or (type.kind == "image" and shape[-1] != 3):
         raise StepError(f"{what}: found {tensor.dtype}{list(shape)}, expected {type}")
-    return Packed(type.kind, tensor.dtype, shape, near=tensor)
+    return Packed(type.kind, tensor.dtype, shape, tensor=tensor)
 
 
 def _pack_list(value: Any, type: PortType, what: str, known: Known | None, on_device: OnDevice | None = None) -> Packed:

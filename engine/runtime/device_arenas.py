@@ -51,7 +51,7 @@ class DeviceArenas:
         """
         handle = self._known[arena]
         up = handle.up
-        message = AttachDevice(arena, up.size_bytes, up.rung, up.handle, up.events if handle.alive else ())
+        message = AttachDevice(arena, up.size_bytes, up.share_mode, up.handle, up.events if handle.alive else ())
         return message, handle.fd if handle.fd >= 0 else None
 
     def on(self, device: str) -> Iterator[int]:

@@ -235,11 +235,11 @@ class Runtime:
         """Queue for blocks of the ingress arena, first in first out; LimitReached when the queue is full."""
         with self._lock:
             self._check_open()
-            self.scheduler.check_room(sizes)
+            self.scheduler.check_inputs_fit(sizes)
             return self._input_queue.enter(lambda: self._try_lease(sizes))
 
     def _try_lease(self, sizes: Sequence[int]) -> list[Block] | None:
-        blocks = self.scheduler.room_for(sizes)
+        blocks = self.scheduler.try_lease_inputs(sizes)
         self._copied_in_bytes += sum(sizes) if blocks is not None else 0
         return blocks
 
@@ -511,7 +511,7 @@ class Runtime:
         with self._lock:
             asleep = self.scheduler.asleep_steps()
             sharing = self.scheduler.device_sharing().items()
-        on_host = tuple(worker for worker, how in sharing if how["rung"] == "host")
+        on_host = tuple(worker for worker, how in sharing if how["share_mode"] == "host")
         return judge(self._steps_ready(), silence_max_ms, "", asleep, on_host)
 
     def _steps_ready(self) -> dict[str, bool]:

@@ -48,7 +48,7 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
         "unfinished": sum(len(worker.unfinished) for worker in scheduler.workers),
         "copied_bytes": {"in": copied_in_bytes, "between": counters.copied_bytes, "out": copied_out_bytes},
         "copied_bytes_total": copied_in_bytes + counters.copied_bytes + copied_out_bytes,
-        "device_moved_bytes": counters.near_bytes,
+        "device_moved_bytes": counters.device_moved_bytes,
         "arena": {
             "size_bytes": ledger.size_bytes, "leased_bytes": ledger.leased_bytes, "blocks": ledger.blocks,
             "stale_total": ledger.stale_total, "quarantined_bytes": ledger.quarantined_bytes,

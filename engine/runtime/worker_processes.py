@@ -286,7 +286,7 @@ class WorkerProcesses:
             elif isinstance(message, msg.DeviceUp):
                 if worker not in self._attached:
                     raise ValueError("a worker sent DeviceUp before Hello")
-                fd = process.channel.take_descriptor() if message.rung == "descriptor" else -1
+                fd = process.channel.take_descriptor() if message.share_mode == "descriptor" else -1
                 self._device_arenas.offer(worker, message, fd)
                 self._arenas_to_come.discard(worker)
 

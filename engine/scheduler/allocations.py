@@ -1,8 +1,7 @@
 """Output buffers: leased before a dispatch where sizes are known, on demand where only the worker knows them.
 
-A worker that requests a buffer waits until its arenas, in host memory and on its device, have room. When no memory will
-come free by itself the request is refused, and its items fail with the name of the limit instead of waiting for
-ever.
+A worker that requests a buffer waits until its arenas, in host memory and on its device, have enough free memory. When
+no memory can become free by itself, the request is refused. Its items then fail with the name of the limit.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ def lease_outputs(
 
     Returns blocks in host memory and on the device: an output is written where its readers are, some in both places.
     """
-    room: dict[int, Block] = {}
-    near: dict[int, Block] = {}
+    on_host: dict[int, Block] = {}
+    on_device: dict[int, Block] = {}
     for port, size in sizes.item_bytes(items).items():
         if size <= INLINE_BYTES_MAX:
             continue
-        where = sizes.near.get(port, "host") if worker.gives_near else "host"
+        where = sizes.device_ports.get(port, "host") if worker.places_on_device else "host"
         block = state.ledger.try_lease(worker.arena, size * len(items)) if where != "device" else None
         if block is not None:
-            room[port] = block
-        block = state.ledger.try_lease(worker.near_arena, size * len(items)) if where != "host" else None
+            on_host[port] = block
+        block = state.ledger.try_lease(worker.device_arena, size * len(items)) if where != "host" else None
         if block is not None:
-            near[port] = block
-    return room, near
+            on_device[port] = block
+    return on_host, on_device
 
 
 def lease_event(state: SchedulerState, worker: WorkerState) -> Block | None:
     """Lease one of the worker's events; None when it has none left, and waits for its device itself."""
-    return state.ledger.try_lease(-worker.near_arena, EVENT_BYTES) if worker.near_events else None
+    return state.ledger.try_lease(-worker.device_arena, EVENT_BYTES) if worker.device_events else None
 
 
 def grant(state: SchedulerState) -> None:
@@ -67,39 +66,39 @@ def grant(state: SchedulerState) -> None:
         if worker.waits_for_buffer:
             holders: list[WorkerState | Dispatch] = [worker, *worker.running]
             for waits in holders:
-                if waits.needs or waits.near_needs:
+                if waits.needs or waits.device_needs:
                     _grant(state, worker_id, waits)
     state.buffers_requested = any(worker.waits_for_buffer for worker in state.workers)
 
 
 def _grant(state: SchedulerState, worker_id: int, waits: WorkerState | Dispatch) -> None:
     """Reply to one buffer request if it can be granted, or must be refused."""
-    worker, needs, near_needs = state.workers[worker_id], waits.needs, waits.near_needs
+    worker, needs, device_needs = state.workers[worker_id], waits.needs, waits.device_needs
     blocks = lease_all(state.ledger, worker.arena, needs)
-    near = lease_all(state.ledger, worker.near_arena, near_needs)
-    if blocks is not None and near is not None:
-        waits.granted += blocks + near
-        _answer(state, worker_id, waits, msg.OutputBuffer(tuple(blocks), near=tuple(near)))
+    device_blocks = lease_all(state.ledger, worker.device_arena, device_needs)
+    if blocks is not None and device_blocks is not None:
+        waits.granted += blocks + device_blocks
+        _answer(state, worker_id, waits, msg.OutputBuffer(tuple(blocks), device_blocks=tuple(device_blocks)))
         return
-    for block in (blocks or []) + (near or []):
+    for block in (blocks or []) + (device_blocks or []):
         state.ledger.release(block.key)
     lacks_host = sum(needs) > state.ledger.arena_bytes(worker.arena)
-    lacks_near = sum(near_needs) > state.ledger.arena_bytes(worker.near_arena)
-    if lacks_host or lacks_near or _is_stuck(state):
-        if lacks_host or (blocks is None and not lacks_near):
+    lacks_device = sum(device_needs) > state.ledger.arena_bytes(worker.device_arena)
+    if lacks_host or lacks_device or _is_stuck(state):
+        if lacks_host or (blocks is None and not lacks_device):
             asked, key = sum(needs), "limits.arena_bytes for each worker"
         else:
-            asked, key = sum(near_needs), "gpu.arena_bytes for each process on a GPU"
+            asked, key = sum(device_needs), "gpu.arena_bytes for each process on a GPU"
         _answer(
             state, worker_id, waits, msg.OutputBuffer((), f"outputs of {asked} bytes do not fit; the limit is {key}")
         )
 
 
-def _answer(state: SchedulerState, worker_id: int, waits: WorkerState | Dispatch, room: msg.OutputBuffer) -> None:
-    waits.needs, waits.near_needs = (), ()
+def _answer(state: SchedulerState, worker_id: int, waits: WorkerState | Dispatch, reply: msg.OutputBuffer) -> None:
+    waits.needs, waits.device_needs = (), ()
     if isinstance(waits, Dispatch):
-        room = msgspec.structs.replace(room, dispatch=waits.id)
-    state.out.append(ev.Send(worker_id, room))
+        reply = msgspec.structs.replace(reply, dispatch=waits.id)
+    state.out.append(ev.Send(worker_id, reply))
 
 
 def _is_stuck(state: SchedulerState) -> bool:

@@ -7,18 +7,52 @@ A batch closes when it is full; when its oldest item has waited for `wait_ms`; w
 deadline; or, under `wait: auto`, when waiting for one more item does not lower the total latency. Items leave in the
 order of their latest start time, shifted by priority. The key of an item never changes and later items get larger keys,
 so no item starves. The order itself is kept by PriorityQueue.
+
+Items share a call only within one group: under `shapes: same`, the dtypes and shapes of all inputs are equal. Sizes
+that the step pads count as the padded size. The comparison itself is in `weftline.nodes.grouping`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
+from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler.latency import SHARE, Latency
 from weftline.engine.scheduler.priority_queue import PriorityQueue, QueuedItem
+from weftline.nodes.grouping import shape_key
+from weftline.nodes.ports import PortType
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
+from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.policy import BatchPolicy
+
+
+class Shapes:
+    """The batch groups of one step.
+
+    any: all items may share a batch; `group` then always returns None.
+    """
+
+    def __init__(self, step: PlannedStep) -> None:
+        self.any = step.batch.shapes == "any" and not step.batch.pad
+        pad = {name: tuple(sorted(sizes)) for name, sizes in step.batch.pad.items()}
+        self._pads = tuple(_axis_pads(given.type, pad) for given in step.inputs)
+
+    def group(self, inputs: Sequence[Value]) -> Hashable:
+        """Return the key that is equal for all items of one batch; None when any items may share one.
+
+        inputs: one value for each connected input, in the order of the plan.
+        """
+        if self.any:
+            return None
+        return tuple(shape_key(value, pads) for value, pads in zip(inputs, self._pads))
+
+
+def _axis_pads(type: PortType, pad: dict[str, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes that each axis of a type is padded to; empty for an axis that is not padded."""
+    return tuple(pad.get(dim, ()) if isinstance(dim, str) else () for dim in type.dims or ())
+
 
 SLACK_MARGIN_MS = 5.0
 """A batch closes this long before its deadline requires it: a timer and a message each take 1 to 2 ms."""

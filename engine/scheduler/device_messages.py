@@ -1,6 +1,6 @@
 """Messages about devices: arenas that open or cannot be attached, unfinished work, and fences.
 
-A process finds out by itself what it can share when it starts (shm/device/ladder.py). Whether another process can
+A process finds out by itself what it can share when it starts (shm/device/arena.py). Whether another process can
 attach it is known only when that one tries: containers refuse, and so do partitions of a GPU. After a failed attach the
 device's workers write their outputs to host memory. After a failed import of events, which needs more rights, the
 device has ordering 'host'. Both last until the pipeline is opened again, also for workers that start later.
@@ -17,7 +17,7 @@ from weftline.engine.scheduler.workers import Dispatch
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES
 from weftline.shm.lease import DEVICE_ALIGN_BYTES, EVENT_BYTES
 
-HOST, RUNGS = "host", ("descriptor", "handle", "host")
+HOST, SHARE_MODES = "host", ("descriptor", "handle", "host")
 """Sharing modes of a device arena, best first; with the last one there is no arena."""
 
 GRANULARITY_BYTES_MAX = 64 << 20
@@ -31,15 +31,15 @@ def on_device_up(state: SchedulerState, worker_id: int, message: msg.DeviceUp) -
     if wrong:
         workers.kill(state, worker_id, wrong)
         return
-    worker.rung = message.rung
-    if message.rung == HOST:
+    worker.share_mode = message.share_mode
+    if message.share_mode == HOST:
         worker.on_host = message.why or "it does not share device memory"
     if message.size_bytes:
-        worker.near_arena, worker.near_events = workers.next_arena(state), len(message.events)
-        state.ledger.add_arena(worker.near_arena, message.size_bytes, DEVICE_ALIGN_BYTES)
+        worker.device_arena, worker.device_events = workers.next_arena(state), len(message.events)
+        state.ledger.add_arena(worker.device_arena, message.size_bytes, DEVICE_ALIGN_BYTES)
         if message.events:
-            state.ledger.add_arena(-worker.near_arena, len(message.events) * EVENT_BYTES)
-        state.out.append(ev.ShareArena(worker_id, worker.near_arena))
+            state.ledger.add_arena(-worker.device_arena, len(message.events) * EVENT_BYTES)
+        state.out.append(ev.ShareArena(worker_id, worker.device_arena))
         _fall_back_to_host(state, worker_id)
     return
 
@@ -75,8 +75,8 @@ def _fall_back_to_host(state: SchedulerState, worker_id: int) -> None:
     """Stop a worker from sharing what others on its device cannot attach, or cannot wait for."""
     worker, device = state.workers[worker_id], state.plan.workers[worker_id].device
     if device in state.no_events:
-        worker.near_events = 0
-    if device in state.no_memory and worker.gives_near:
+        worker.device_events = 0
+    if device in state.no_memory and worker.places_on_device:
         worker.on_host = state.no_memory[device]
         state.out.append(ev.Send(worker_id, msg.UseHostOutputs()))
 
@@ -84,12 +84,12 @@ def _fall_back_to_host(state: SchedulerState, worker_id: int) -> None:
 def _device_up_error(state: SchedulerState, worker_id: int, message: msg.DeviceUp) -> str:
     """Return what is wrong with a DeviceUp; '' for nothing."""
     planned, worker = state.plan.workers[worker_id], state.workers[worker_id]
-    if worker.rung:
+    if worker.share_mode:
         return "it reported its device arena twice"
-    if message.device != planned.device or message.rung not in RUNGS:
+    if message.device != planned.device or message.share_mode not in SHARE_MODES:
         return f"it reported an arena on {message.device!r:.40}; its device is {planned.device!r}"
-    most = planned.device_arena_bytes + GRANULARITY_BYTES_MAX if message.rung != HOST else 0
-    least = planned.device_arena_bytes if message.rung != HOST else 0
+    most = planned.device_arena_bytes + GRANULARITY_BYTES_MAX if message.share_mode != HOST else 0
+    least = planned.device_arena_bytes if message.share_mode != HOST else 0
     if not least <= message.size_bytes <= most or message.size_bytes % DEVICE_ALIGN_BYTES:
         return f"its device arena has {message.size_bytes} bytes, expected {planned.device_arena_bytes}"
     if any(len(handle) != EVENT_HANDLE_BYTES for handle in message.events):
@@ -113,7 +113,9 @@ def keep_unfinished(state: SchedulerState, worker_id: int, dispatch: Dispatch) -
         reads = tuple(key for task in dispatch.tasks for key in task.keys)
         request_table.hold(state, reads)
         there = [value for task in dispatch.tasks for value in read_there(task.unit, task.inputs, state.device_inputs)]
-        device = frozenset(lies.key for value in there for lies in (value.near, value.ready) if lies is not None)
+        device = frozenset(
+            place.key for value in there for place in (value.device_place, value.ready) if place is not None
+        )
         worker.unfinished[dispatch.id] = Unfinished(
             dispatch.id, dispatch.unit, reads, device, (*dispatch.blocks, *dispatch.granted, *worker.granted),
             dispatch.ready.key, state.now_ms, dispatch.limit_ms,

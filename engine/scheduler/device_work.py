@@ -58,20 +58,20 @@ def unmarked(message: BatchDone, blocks: Iterable[Block], ready: Block) -> bool:
     own, mark = {block.key for block in blocks}, ready.key
     given = (value for result in message.results if isinstance(result, ItemResult) for value in result.outputs)
     return any(
-        value.near.key in own and (value.ready is None or value.ready.key != mark)
+        value.device_place.key in own and (value.ready is None or value.ready.key != mark)
         for value in leaves(given)
-        if value.near is not None
+        if value.device_place is not None
     )
 
 
-def near_positions(plan: Plan) -> list[frozenset[int]]:
+def device_positions(plan: Plan) -> list[frozenset[int]]:
     """Return for each step the positions of the inputs that it takes on its device."""
     return [
-        frozenset(at for at, given in enumerate(step.inputs) if given.port in step.near_inputs) for step in plan.steps
+        frozenset(at for at, given in enumerate(step.inputs) if given.port in step.device_inputs) for step in plan.steps
     ]
 
 
-def read_there(unit: Unit, inputs: Sequence[Value], near: Sequence[frozenset[int]]) -> Iterator[Value]:
+def read_there(unit: Unit, inputs: Sequence[Value], device_inputs: Sequence[frozenset[int]]) -> Iterator[Value]:
     """Yield the tensors among a task's inputs that are read on the device, and waited for there.
 
     What lies in host memory too is read there, where it is whole, by a step that takes arrays. Of a chain it is not
@@ -79,7 +79,9 @@ def read_there(unit: Unit, inputs: Sequence[Value], near: Sequence[frozenset[int
     """
     for position, value in enumerate(inputs):
         for leaf in leaves((value,)):
-            if leaf.near is not None and (leaf.place is None or unit.chain or position in near[unit.step]):
+            if leaf.device_place is not None and (
+                leaf.place is None or unit.chain or position in device_inputs[unit.step]
+            ):
                 yield leaf
 
 

@@ -96,12 +96,12 @@ def _serve_jobs(state: SchedulerState, queue: StepQueue) -> None:
     """Send rows of jobs to workers that usual requests leave free."""
     for worker_id in queue.job_workers:
         while queue.job.any and queue.calm and _can_take_job(state, state.workers[worker_id], queue):
-            room = queue.job_items()
+            items_max = queue.job_items()
             if queue.streams and queue.shared:
-                room = min(room, _job_streams_left(state, state.workers[worker_id], queue))
-                if room <= 0:
+                items_max = min(items_max, _job_streams_left(state, state.workers[worker_id], queue))
+                if items_max <= 0:
                     break
-            tasks = queue.job.take(room)
+            tasks = queue.job.take(items_max)
             if tasks:
                 _assign(state, worker_id, queue, tasks, queue.job_workers)
 
@@ -247,15 +247,15 @@ def _send_batch(
             streams.on_dispatched(state, task)
         return
     unit = tasks[0].unit
-    room: dict[int, Block] = {}
-    near_room: dict[int, Block] = {}
+    host_blocks: dict[int, Block] = {}
+    device_blocks: dict[int, Block] = {}
     blocks: tuple[Block, ...] = ()
     if queue.sizes.any and not unit.chain:
-        room, near_room = allocations.lease_outputs(state, worker, queue.sizes, items)
-        if room or near_room:
-            queue.in_place, blocks = True, (*room.values(), *near_room.values())
+        host_blocks, device_blocks = allocations.lease_outputs(state, worker, queue.sizes, items)
+        if host_blocks or device_blocks:
+            queue.in_place, blocks = True, (*host_blocks.values(), *device_blocks.values())
     ready = None
-    if worker.near_events and not (suspect or worker.on_host) and _has_device_outputs(state, unit):
+    if worker.device_events and not (suspect or worker.on_host) and _has_device_outputs(state, unit):
         ready = allocations.lease_event(state, worker)
         blocks = blocks if ready is None else (*blocks, ready)
     if unit.message is not None and unit.chain not in worker.chains:
@@ -264,12 +264,12 @@ def _send_batch(
     state.dispatch_ids += 1
     id = state.dispatch_ids
     worker.running.append(Dispatch(id, unit, tasks, blocks, now_ms, queue.step.run_max_ms, suspect, ready))
-    run = msg.RunBatch(id, queue.index, tuple(items), room, unit.chain, suspect, near_room, ready)
+    run = msg.RunBatch(id, queue.index, tuple(items), host_blocks, unit.chain, suspect, device_blocks, ready)
     state.out.append(ev.Send(worker_id, run))
 
 
 def _has_device_outputs(state: SchedulerState, unit: Unit) -> bool:
-    return any(state.queues[step].sizes.near for step in unit.steps)
+    return any(state.queues[step].sizes.device_ports for step in unit.steps)
 
 
 def _metadata(state: SchedulerState, request: Request, queue: StepQueue, element: int) -> msg.ItemMetadata:

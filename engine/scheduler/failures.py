@@ -23,10 +23,9 @@ from weftline.engine.scheduler import (
 from weftline.engine.scheduler.device_work import Unfinished
 from weftline.engine.scheduler.lost_devices import LostDevice, dependent_workers, lost_with
 from weftline.engine.scheduler.recovery import Verdict
-from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch
 
 
@@ -43,7 +42,7 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
     heads = {dispatch.id for dispatch in worker.heads}
     dispatches, streams = workers.on_death(state, event.worker, event.refused)
     in_hand = [*(task for one in dispatches if one.id in heads for task in one.tasks), *streams]
-    _retire_arenas(state, event.arena, worker.near_arena)
+    _retire_arenas(state, event.arena, worker.device_arena)
     _end_reads(state, dispatches, streams, unfinished)
     for dispatch in dispatches:
         request_table.release_blocks(state, (*dispatch.blocks, *dispatch.granted))
@@ -51,7 +50,7 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
         request_table.release_blocks(state, one.blocks)
     request_table.release_blocks(state, worker.granted)
     worker.granted.clear()
-    _fail_dependents(state, lost_with(unfinished, worker.near_arena, worker.rung), why)
+    _fail_dependents(state, lost_with(unfinished, worker.device_arena, worker.share_mode), why)
     host_copies.on_owner_death(state, fetches, why)
     for task in [task for one in dispatches if one.id not in heads for task in one.tasks]:
         task.worker = -1  # it was waiting: nothing is held against it
@@ -68,11 +67,11 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
         task_table.fail_hopeless_steps(state, why)
 
 
-def _retire_arenas(state: SchedulerState, arena: int, near_arena: int) -> None:
+def _retire_arenas(state: SchedulerState, arena: int, device_arena: int) -> None:
     state.ledger.retire_arena(arena)
-    if near_arena:
-        state.ledger.retire_arena(near_arena)
-        state.ledger.retire_arena(-near_arena)
+    if device_arena:
+        state.ledger.retire_arena(device_arena)
+        state.ledger.retire_arena(-device_arena)
 
 
 def _end_reads(

@@ -6,7 +6,7 @@ task continues with the copies. A task that such a worker had already received f
 does not count as a failure, and the task is kept back then.
 
     dispatched to such a worker, or failed by it --Fetch--> kept back --Fetched--> queued again
-                                                                     `--its owner dies, or has no room--> failed
+                                                                     `--its owner dies, or lacks memory--> failed
 
 Values in the arena of a dead worker cannot be copied: they are lost for such a reader.
 """
@@ -118,7 +118,8 @@ def _request_copy(state: SchedulerState, worker: WorkerState, task: Task) -> Non
 
 def _misfit(state: SchedulerState, asked: HostCopy, message: msg.Fetched) -> str:
     fits = len(message.values) == len(asked.values) and all(
-        new.near is None and new.place is not None and _same(new, old) for new, old in zip(message.values, asked.values)
+        new.device_place is None and new.place is not None and _same(new, old)
+        for new, old in zip(message.values, asked.values)
     )
     return (
         ""
@@ -133,9 +134,9 @@ def _replace(state: SchedulerState, task: Task, by_place: dict[Place, Value]) ->
     def put(value: Value) -> Value:
         if value.items is not None:
             return msgspec.structs.replace(value, items=tuple(map(put, value.items)))
-        if value.near is None or value.place is not None:
+        if value.device_place is None or value.place is not None:
             return value
-        return by_place.get(value.near, value)
+        return by_place.get(value.device_place, value)
 
     task.inputs = tuple(map(put, task.inputs))
     keys = tuple(key for value in by_place.values() for key in value.keys)
@@ -152,7 +153,7 @@ def _fail(state: SchedulerState, task: Task, error: str, reason: str) -> None:
 
 def unreadable(worker: WorkerState, inputs: Sequence[Value]) -> list[Value]:
     """Return the tensors that lie only where a worker cannot read or wait for them."""
-    found = (value for value in leaves(inputs) if value.near is not None and value.place is None)
+    found = (value for value in leaves(inputs) if value.device_place is not None and value.place is None)
     return [
         value
         for value in found
@@ -162,9 +163,9 @@ def unreadable(worker: WorkerState, inputs: Sequence[Value]) -> list[Value]:
 
 
 def _place(value: Value) -> Place:
-    if value.near is None:
+    if value.device_place is None:
         raise ValueError(f"a value of kind {value.kind} lies on no device")
-    return value.near
+    return value.device_place
 
 
 def _same(one: Value, other: Value) -> bool:

@@ -276,7 +276,7 @@ def _may_stop(state: SchedulerState, worker_id: int) -> bool:
 
 def _holds_leases(state: SchedulerState, worker: WorkerState) -> bool:
     """Return whether anything in a worker's device arena is leased."""
-    return bool(worker.near_arena and state.ledger.taken_bytes(worker.near_arena))
+    return bool(worker.device_arena and state.ledger.taken_bytes(worker.device_arena))
 
 
 def _may_stop_step(state: SchedulerState, step: int) -> bool:

@@ -55,7 +55,7 @@ class LostDevice:
             return any(map(self.has, value.items))
         if value.ready is not None and value.ready.key in self.step_of:
             return True
-        return self.gone and value.near is not None and value.near.arena == self.arena
+        return self.gone and value.device_place is not None and value.device_place.arena == self.arena
 
     def step(self, value: Value) -> int:
         """Return the step that produced the lost part of a value; -1 if unknown."""
@@ -74,22 +74,22 @@ class LostDevice:
             left = tuple(map(self.remaining, value.items))
             same = all(one is other for one, other in zip(left, value.items))
             return value if same else msgspec.structs.replace(value, items=left)
-        if value.near is None:
+        if value.device_place is None:
             return value
         begun = value.ready is not None and value.ready.key in self.step_of
-        if (begun and value.place is not None) or (self.gone and value.near.arena == self.arena):
-            return msgspec.structs.replace(value, near=None, ready=None)
+        if (begun and value.place is not None) or (self.gone and value.device_place.arena == self.arena):
+            return msgspec.structs.replace(value, device_place=None, ready=None)
         if value.ready is not None and value.ready.arena == -self.arena and not begun:
             return msgspec.structs.replace(value, ready=None)
         return value
 
-    def reaches(self, worker: WorkerState, near: Sequence[frozenset[int]]) -> bool:
+    def reaches(self, worker: WorkerState, device_inputs: Sequence[frozenset[int]]) -> bool:
         """Return True if a worker waits for a lost event, or its device may still read freed memory.
 
-        near: by step, the positions of the inputs that it reads on its device.
+        device_inputs: by step, the positions of the inputs that it reads on its device.
         """
         tasks = [*(task for dispatch in worker.running for task in dispatch.tasks), *worker.streams.values()]
-        read = (value for task in tasks for value in read_there(task.unit, task.inputs, near))
+        read = (value for task in tasks for value in read_there(task.unit, task.inputs, device_inputs))
         if any(value.ready is not None and value.ready.key in self.step_of for value in read):
             return True
         unfinished = (key for one in worker.unfinished.values() for key in one.device)
@@ -115,15 +115,17 @@ def remaining(state: SchedulerState, value: Value) -> Value:
     return value
 
 
-def lost_with(unfinished: Iterable[Unfinished], near_arena: int, rung: str) -> LostDevice:
+def lost_with(unfinished: Iterable[Unfinished], device_arena: int, share_mode: str) -> LostDevice:
     """Return the LostDevice of a worker with this unfinished work on its device."""
-    return LostDevice({one.ready: one.unit.steps[-1] for one in unfinished}, near_arena, rung == HANDLE)
+    return LostDevice({one.ready: one.unit.steps[-1] for one in unfinished}, device_arena, share_mode == HANDLE)
 
 
-def dependent_workers(what: LostDevice, among: Sequence[WorkerState], near: Sequence[frozenset[int]]) -> Iterator[int]:
-    """Yield the workers that must be killed too, except those already being killed. near: as in `reaches`."""
+def dependent_workers(
+    what: LostDevice, among: Sequence[WorkerState], device_inputs: Sequence[frozenset[int]]
+) -> Iterator[int]:
+    """Yield the workers that must be killed too, except those already being killed. device_inputs: as in `reaches`."""
     for worker_id, worker in enumerate(among):
-        if worker.alive and not worker.why and what.reaches(worker, near):
+        if worker.alive and not worker.why and what.reaches(worker, device_inputs):
             yield worker_id
 
 

@@ -36,7 +36,7 @@ class OutputSizes:
     """The size rules of one step.
 
     any:  True if the size of at least one output follows from the inputs.
-    near: for each output port that is read on the device, 'device' or 'both'; see PlannedStep.
+    device_ports: for each output port that is read on the device, 'device' or 'both'; see PlannedStep.
     """
 
     def __init__(self, step: PlannedStep) -> None:
@@ -48,8 +48,8 @@ class OutputSizes:
         rules = (_rule(port, output.type, where) for port, output in enumerate(step.outputs))
         self._rules = tuple(rule for rule in rules if rule is not None)
         self.any = bool(self._rules)
-        kinds = ((port, step.near_outputs.get(output.name)) for port, output in enumerate(step.outputs))
-        self.near = {port: kind for port, kind in kinds if kind is not None}
+        kinds = ((port, step.device_outputs.get(output.name)) for port, output in enumerate(step.outputs))
+        self.device_ports = {port: kind for port, kind in kinds if kind is not None}
 
     def item_bytes(self, items: Sequence[Item]) -> dict[int, int]:
         """Return the bytes of one item by output port, where they are known and equal for all `items`."""

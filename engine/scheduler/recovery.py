@@ -7,6 +7,9 @@ digest is quarantined. Work that must not run twice fails at once.
 
 A worker is also killed when it waits on the device for one that died. The tasks of such a worker are not suspects. They
 run again in isolation. Pure: the callers restart workers and queue tasks.
+
+Quarantine: each step keeps the SHA-256 digests of items that killed their worker, at most DIGESTS_MAX, each for one
+hour. Workers compare the digests; see engine/worker.
 """
 
 from __future__ import annotations
@@ -14,10 +17,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weftline.engine.scheduler.quarantine import Quarantine
 from weftline.engine.scheduler.request import Task
-from weftline.engine.scheduler.retry_budget import RetryBudget
+from weftline.engine.token_bucket import RetryBudget
 from weftline.pipelines.placement.plan import Plan
+
+DIGESTS_MAX = 256
+"""Most digests of a step; the oldest is dropped first."""
+
+KEPT_MS = 3_600_000.0
+"""Lifetime of a digest in milliseconds: one hour. Its item then runs again."""
+
+
+class Quarantine:
+    """Quarantined digests by step, oldest first."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[bytes, float]] = {}  # step -> digest -> expiry, in rising order
+
+    def add(self, step: int, digest: bytes, now_ms: float) -> bool:
+        """Quarantine a digest for an hour; False if it was in quarantine, and its hour restarts."""
+        self.forget(now_ms)
+        digests = self._steps.setdefault(step, {})
+        new = digests.pop(digest, None) is None
+        digests[digest] = now_ms + KEPT_MS
+        if len(digests) > DIGESTS_MAX:
+            del digests[next(iter(digests))]
+        return new
+
+    def digests(self, step: int) -> tuple[bytes, ...]:
+        """Return the quarantined digests of a step, oldest first."""
+        return tuple(self._steps.get(step, ()))
+
+    def forget(self, now_ms: float) -> list[int]:
+        """Drop expired digests; return the steps whose digests changed, to update their workers."""
+        changed = []
+        for step, digests in list(self._steps.items()):
+            old = [digest for digest, until_ms in digests.items() if until_ms <= now_ms]
+            for digest in old:
+                del digests[digest]
+            if old:
+                changed.append(step)
+            if not digests:
+                del self._steps[step]
+        return changed
+
 
 LONE_DEATHS_MAX = 2
 """Worker deaths after which a task fails, if it was alone in its batch."""

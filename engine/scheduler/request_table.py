@@ -8,7 +8,7 @@ has copied it (`Delivered`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 from weftline.engine.protocol.messages import Value
@@ -158,17 +158,17 @@ def holds_all(state: SchedulerState, values: Sequence[Value]) -> bool:
             continue
         if value.place is not None and not state.ledger.holds(value.place):
             return False
-        if value.near is not None and not _holds_near(state, value):
+        if value.device_place is not None and not _has_live_device_copy(state, value):
             return False
         if value.items and not holds_all(state, value.items):
             return False
     return True
 
 
-def _holds_near(state: SchedulerState, value: Value) -> bool:
+def _has_live_device_copy(state: SchedulerState, value: Value) -> bool:
     """Return True if the device memory of a value is leased, and its event, if any, is valid and leased."""
-    near, ready = value.near, value.ready
-    if near is None or not state.ledger.holds(near):
+    place, ready = value.device_place, value.ready
+    if place is None or not state.ledger.holds(place):
         return False
     return ready is None or (ready.arena < 0 and state.ledger.holds(ready))
 
@@ -193,13 +193,6 @@ def replace_lost_values(state: SchedulerState, request: Request, left_of: Callab
 def _release_rest(state: SchedulerState, value: Value, left: Value, tickets: int) -> None:
     kept = set(left.keys)
     release(state, (key for key in value.keys if key not in kept), tickets)
-
-
-def release_inputs(state: SchedulerState, inputs: Mapping[str, Value]) -> None:
-    """Release the writer's tickets of a request's inputs."""
-    for value in inputs.values():
-        if value.data is None:
-            release(state, value.keys)
 
 
 def complete(state: SchedulerState, request: Request) -> None:

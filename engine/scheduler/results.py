@@ -25,10 +25,9 @@ from weftline.engine.scheduler import (
     workers,
 )
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, Dispatch, WorkerState
 
 OPENING = frozenset({msg.Hello, msg.DeviceUp, msg.OpenFailed, msg.Ready})
@@ -61,7 +60,7 @@ def on_message(state: SchedulerState, event: ev.FromWorker) -> None:
         state.counters.stale += 1
         return
     kind = type(event.message)
-    if kind not in ALWAYS_ALLOWED or worker.state == STARTING or worker.needs or worker.near_needs or worker.threads:
+    if kind not in ALWAYS_ALLOWED or worker.state == STARTING or worker.needs or worker.device_needs or worker.threads:
         wrong = _protocol_error(state, worker, event.message)
         if wrong:
             workers.kill(state, event.worker, wrong)
@@ -133,7 +132,7 @@ def _on_open_failed(state: SchedulerState, worker_id: int, message: msg.OpenFail
 
 def _on_buffer_request(state: SchedulerState, worker_id: int, message: msg.BufferRequest) -> None:
     worker = state.workers[worker_id]
-    if message.near and not worker.near_arena:
+    if message.device_sizes and not worker.device_arena:
         workers.kill(state, worker_id, "it requested device memory and has no device arena")
         return
     if not (worker.running or worker.streams or worker.fetches):
@@ -145,7 +144,7 @@ def _on_buffer_request(state: SchedulerState, worker_id: int, message: msg.Buffe
     if waits is None or not named or waits.waits_for_buffer:
         workers.kill(state, worker_id, "it requested memory twice, or for a batch that is not running")
         return
-    waits.needs, waits.near_needs = message.sizes, message.near
+    waits.needs, waits.device_needs = message.sizes, message.device_sizes
     state.buffers_requested = True
     if isinstance(waits, Dispatch):
         state.queues[waits.unit.step].in_place = True
@@ -171,7 +170,7 @@ def _on_suspected(state: SchedulerState, worker_id: int, message: msg.Suspected)
 def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone) -> None:
     worker = state.workers[worker_id]
     dispatch = _running_dispatch(worker, message.dispatch)
-    if dispatch is None or dispatch.needs or dispatch.near_needs or len(message.results) != len(dispatch.tasks):
+    if dispatch is None or dispatch.needs or dispatch.device_needs or len(message.results) != len(dispatch.tasks):
         workers.kill(state, worker_id, "it returned results of a batch that is not running")
         return
     if message.unfinished:
@@ -185,7 +184,7 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
     queue = state.queues[unit.step]
     _learn(state, queue, message)
     state.counters.copied_bytes += message.copied_bytes
-    state.counters.near_bytes += message.near_bytes
+    state.counters.device_moved_bytes += message.device_moved_bytes
     for task, result in zip(dispatch.tasks, message.results):
         if task.id in state.live:
             _on_result(state, worker_id, queue, task, result, message.ran)

@@ -34,16 +34,15 @@ from weftline.engine.scheduler import (
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.admission import Admission
 from weftline.engine.scheduler.allocations import lease_all
-from weftline.engine.scheduler.device_work import near_positions
+from weftline.engine.scheduler.device_work import device_positions
 from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.objective import LatencyObjective
 from weftline.engine.scheduler.recovery import Recovery
-from weftline.engine.scheduler.request import Request, ms_text, passed_before
+from weftline.engine.scheduler.request import Request, ms_text, passed_before, record_timings
 from weftline.engine.scheduler.routes import Route, Routes
 from weftline.engine.scheduler.state import Counters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.step_timings import record_timings
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
 from weftline.errors import InputError, LimitReached, StepUnavailable
@@ -121,37 +120,37 @@ class Scheduler:
                 soonest = at
         return soonest
 
-    # room for inputs
+    # memory for inputs
 
     def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
         """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full.
 
         job: for a row of a job, which is limited to the jobs' share; a row larger than that may use the whole arena.
         """
-        blocks = self.room_for(sizes, job)
+        blocks = self.try_lease_inputs(sizes, job)
         if blocks is None:
             self.counters.refused += 1
-            raise self._no_room(sum(sizes))
+            raise self._inputs_do_not_fit(sum(sizes))
         return blocks
 
-    def check_room(self, sizes: Sequence[int]) -> None:
+    def check_inputs_fit(self, sizes: Sequence[int]) -> None:
         """Raise LimitReached when a request with such inputs would be refused now, or can never fit."""
         try:
             self.state.admission.check(sum(sizes))
             if sum(align_up(size, ALIGN_BYTES) for size in sizes) > self.ledger.arena_bytes(INGRESS_ARENA):
-                raise self._no_room(sum(sizes))
+                raise self._inputs_do_not_fit(sum(sizes))
         except LimitReached:
             self.counters.refused += 1
             raise
 
-    def room_for(self, sizes: Sequence[int], job: bool = False) -> list[Block] | None:
+    def try_lease_inputs(self, sizes: Sequence[int], job: bool = False) -> list[Block] | None:
         """As `try_reserve`; None when they do not fit now."""
         share = self.state.admission.job_bytes_max
         if job and sum(sizes) <= share < self.ledger.taken_bytes(INGRESS_ARENA) + sum(sizes):
             return None
         return lease_all(self.ledger, INGRESS_ARENA, sizes)
 
-    def _no_room(self, size_bytes: int) -> LimitReached:
+    def _inputs_do_not_fit(self, size_bytes: int) -> LimitReached:
         most = self.plan.ingress_arena_bytes
         limit = f"limits.arena_bytes is {self.plan.limits.arena_bytes}"
         message = f"not enough free shared memory for inputs of {size_bytes} bytes; {limit}"
@@ -222,7 +221,7 @@ class Scheduler:
         return workers.figures(self.state)
 
     def device_sharing(self) -> dict[str, dict[str, str]]:
-        """Return the sharing mode of each live worker's device memory: device, rung, and the reason if it is 'host'."""
+        """Return device and share mode of each live worker's device memory, and the reason for 'host'."""
         return workers.device_sharing(self.state)
 
     def device_memory_stats(self) -> Mapping[str, Any]:
@@ -271,7 +270,7 @@ def make_state(plan: Plan, seed: int = 0, settle: Settle | None = None) -> Sched
         queues_of=[[queues[step] for step in steps] for steps in steps_of],
         workers=workers.make_workers(plan, seed),
         steps_of=steps_of,
-        device_inputs=near_positions(plan),
+        device_inputs=device_positions(plan),
         group_ancestors=groups.ancestors(plan),
         group_holds=[not step.streams and step.sequence is None and not step.control for step in plan.steps],
         batch_sizes=[(1.0, -math.inf)] * len(queues),

@@ -59,7 +59,7 @@ class Counters:
     stale: int = 0
     out_of_memory: int = 0
     copied_bytes: int = 0
-    near_bytes: int = 0
+    device_moved_bytes: int = 0
     dispatches: int = 0
     items: int = 0
 

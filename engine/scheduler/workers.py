@@ -49,7 +49,7 @@ class Dispatch:
     started_ms: when the worker could start it: when it was sent, or when the dispatch before it was done.
     limit_ms:   its timeout.
     suspect:    these tasks may have killed a worker.
-    needs, near_needs, granted: as in WorkerState, for a worker whose steps have threads of their own.
+    needs, device_needs, granted: as in WorkerState, for a worker whose steps have threads of their own.
     """
 
     id: int
@@ -61,12 +61,12 @@ class Dispatch:
     suspect: bool = False
     ready: Block | None = None
     needs: tuple[int, ...] = ()
-    near_needs: tuple[int, ...] = ()
+    device_needs: tuple[int, ...] = ()
     granted: list[Block] = field(default_factory=list)
 
     @property
     def waits_for_buffer(self) -> bool:
-        return bool(self.needs or self.near_needs)
+        return bool(self.needs or self.device_needs)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +74,9 @@ class WorkerState:
     """One worker. `arena` is the id of this incarnation's arena; a message that names another one is late.
 
     alive:         whether it has a process; follows from `state`, which only `move` changes.
-    near_arena:    id of its device arena, 0 for none; its events are leased in arena `-near_arena`.
-    near_events:   number of its events.
-    rung:          how the device arena can be shared; '' until DeviceUp.
+    device_arena:    id of its device arena, 0 for none; its events are leased in arena `-device_arena`.
+    device_events:   number of its events.
+    share_mode:    how the device arena can be shared; '' until DeviceUp.
     on_host:       why it writes outputs to host memory only: nothing can be shared, or attached; else ''.
     cannot_import: arenas of others on its device that it cannot attach, or whose events it cannot open (below 0).
     threads:       the thread of each step where steps have threads of their own; else empty (placement/threads.py).
@@ -85,7 +85,7 @@ class WorkerState:
     settles:       fences requested from it: token and time.
     fetches:       copies to host memory requested from it: token and time.
     streams:       its tasks of streaming steps, by id.
-    needs:         sizes of the buffer that it waits for; `near_needs` on its device. With threads, see Dispatch.
+    needs:         sizes of the buffer that it waits for; `device_needs` on its device. With threads, see Dispatch.
     granted:       blocks granted for its current work, likewise.
     chains:        chains that were sent to it.
     last_message_ms:  when its last message came.
@@ -105,9 +105,9 @@ class WorkerState:
     state: str = DEAD
     alive: bool = False
     arena: int = -1
-    near_arena: int = 0
-    near_events: int = 0
-    rung: str = ""
+    device_arena: int = 0
+    device_events: int = 0
+    share_mode: str = ""
     on_host: str = ""
     cannot_import: set[int] = field(default_factory=set)
     running: list[Dispatch] = field(default_factory=list)
@@ -116,7 +116,7 @@ class WorkerState:
     fetches: dict[int, float] = field(default_factory=dict)
     streams: dict[int, Task] = field(default_factory=dict)
     needs: tuple[int, ...] = ()
-    near_needs: tuple[int, ...] = ()
+    device_needs: tuple[int, ...] = ()
     granted: list[Block] = field(default_factory=list)
     chains: set[int] = field(default_factory=set)
     last_message_ms: float = 0.0
@@ -136,9 +136,9 @@ class WorkerState:
         return bool(self.running or self.streams or self.unfinished or self.fetches)
 
     @property
-    def gives_near(self) -> bool:
+    def places_on_device(self) -> bool:
         """Return True if other workers can read its outputs on the device."""
-        return bool(self.near_arena) and not self.on_host
+        return bool(self.device_arena) and not self.on_host
 
     def on_thread(self, step: int) -> list[Dispatch]:
         """Return its dispatches on the thread of a step; the first one runs."""
@@ -167,14 +167,14 @@ class WorkerState:
 
     @property
     def waits_for_buffer(self) -> bool:
-        if self.needs or self.near_needs:
+        if self.needs or self.device_needs:
             return True
         return bool(self.threads) and any(dispatch.waits_for_buffer for dispatch in self.running)
 
     @property
     def all_wait_for_buffer(self) -> bool:
         """Return True if every running dispatch waits for an output buffer."""
-        if not self.threads or self.needs or self.near_needs:
+        if not self.threads or self.needs or self.device_needs:
             return self.waits_for_buffer
         return bool(self.running) and all(dispatch.waits_for_buffer for dispatch in self.heads)
 
@@ -238,7 +238,7 @@ def due(state: SchedulerState) -> list[tuple[int, int]]:
             worker.move("start")
             state.starts += 1
             worker.arena, worker.start_ms, worker.why, worker.last_message_ms = next_arena(state), None, "", now_ms
-            worker.near_arena, worker.near_events, worker.rung, worker.spared = 0, 0, "", False
+            worker.device_arena, worker.device_events, worker.share_mode, worker.spared = 0, 0, "", False
             worker.on_host, worker.failed = "", ""
             started.append((worker_id, worker.arena))
     return started
@@ -292,7 +292,7 @@ def on_death(state: SchedulerState, worker_id: int, refused: bool = False) -> tu
     worker.sleep.clear()
     worker.woken = False
     lost = worker.running, list(worker.streams.values())
-    worker.running, worker.streams, worker.needs, worker.near_needs = [], {}, (), ()
+    worker.running, worker.streams, worker.needs, worker.device_needs = [], {}, (), ()
     worker.unfinished, worker.settles, worker.fetches = {}, {}, {}
     worker.cannot_import.clear()
     worker.chains.clear()
@@ -355,21 +355,21 @@ def busy(state: SchedulerState) -> bool:
 def owner_on_device(state: SchedulerState, arena: int) -> int | None:
     """Return the live worker whose device arena or events have this id; None for any other arena."""
     for worker_id, worker in enumerate(state.workers):
-        if worker.near_arena and worker.near_arena == abs(arena) and worker.alive:
+        if worker.device_arena and worker.device_arena == abs(arena) and worker.alive:
             return worker_id
     return None
 
 
 def device_sharing(state: SchedulerState) -> dict[str, dict[str, str]]:
-    """Return how each live worker shares its device memory: device, rung, and the reason when that is 'host'."""
+    """Return device and share mode of each live worker's device memory, and the reason for 'host'."""
     return {
         planned.name: {
             "device": planned.device,
-            "rung": "host" if worker.on_host else worker.rung,
+            "share_mode": "host" if worker.on_host else worker.share_mode,
             "why": worker.on_host,
         }
         for planned, worker in zip(state.plan.workers, state.workers)
-        if worker.rung and worker.alive
+        if worker.share_mode and worker.alive
     }
 
 

@@ -102,11 +102,11 @@ class HostedStep:
         self._padding = Padding.of(step)
         self._device = step.device
         self._on_gpu = memory.device is not None and is_gpu(step.device)
-        self.device_inputs = frozenset(step.near_inputs if self._on_gpu else ())
+        self.device_inputs = frozenset(step.device_inputs if self._on_gpu else ())
         if self._on_gpu and memory.device is not None:
             stream = stream or memory.device.new_stream()
         self.stream = stream
-        self.where = tuple(step.near_outputs.get(name, HOST) if self._on_gpu else HOST for name, _ in self.outputs)
+        self.where = tuple(step.device_outputs.get(name, HOST) if self._on_gpu else HOST for name, _ in self.outputs)
         self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs, step.finite)
         self._placement = OutputPlacement(memory, self.where)
 
@@ -125,7 +125,11 @@ class HostedStep:
         self.memory.begin_dispatch()
         started = time.perf_counter()
         results: list[ItemResult | Failure] = []
-        whole = Preallocated.of_blocks(message.room, message.near_room) if message.room or message.near_room else None
+        whole = (
+            Preallocated.of_blocks(message.output_blocks, message.device_output_blocks)
+            if message.output_blocks or message.device_output_blocks
+            else None
+        )
         for at in range(0, of, self.items_max):
             if at:
                 self.cancels.poll()
@@ -279,7 +283,7 @@ def finish(
     moved = memory.dispatch.moved_bytes
     if not memory.end_dispatch(message.ready) or message.ready is None:
         return tuple(results), False, moved
-    written = memory.dispatch.written_blocks.union(block.key for block in message.near_room.values())
+    written = memory.dispatch.written_blocks.union(block.key for block in message.device_output_blocks.values())
     return with_ready_event(results, written, message.ready.place(0, EVENT_BYTES)), True, moved
 
 
@@ -385,16 +389,16 @@ class HostedBatch(Batch):
         return self._padded.lengths[port]
 
     def urgency(self, position: int) -> Urgency:
-        return urgency_of(self._items[position].brought, self._step.name)
+        return urgency_of(self._items[position].metadata, self._step.name)
 
 
-def urgency_of(brought: ItemMetadata | None, step: str) -> Urgency:
+def urgency_of(metadata: ItemMetadata | None, step: str) -> Urgency:
     """Return an item's metadata as the node contract's Urgency."""
-    if brought is None:
+    if metadata is None:
         return USUAL
-    sequence = SequencePart(brought.sequence, brought.start, brought.end) if brought.sequence else None
-    seed = None if brought.seed is None else seed_of(brought.seed, step, brought.element)
-    return Urgency(brought.priority, brought.left_ms, sequence, seed, brought.caller)
+    sequence = SequencePart(metadata.sequence, metadata.start, metadata.end) if metadata.sequence else None
+    seed = None if metadata.seed is None else seed_of(metadata.seed, step, metadata.element)
+    return Urgency(metadata.priority, metadata.left_ms, sequence, seed, metadata.caller)
 
 
 @dataclass(slots=True)
@@ -479,10 +483,10 @@ def _pad(column: list[Any], wanted: Sequence[tuple[int, int]], fill: Any) -> np.
     return whole
 
 
-def _into(value: np.ndarray, room: np.ndarray, fill: Any) -> np.ndarray:
-    room[...] = fill
-    room[tuple(slice(size) for size in value.shape)] = value
-    return room
+def _into(value: np.ndarray, out: np.ndarray, fill: Any) -> np.ndarray:
+    out[...] = fill
+    out[tuple(slice(size) for size in value.shape)] = value
+    return out
 
 
 def _axes(type: str, pad: Mapping[str, Sequence[int]]) -> list[tuple[int, str]]:

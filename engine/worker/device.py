@@ -44,13 +44,11 @@ from weftline.engine.worker.threads import EngineLock, call_unlocked
 from weftline.errors import LimitReached, MissingPackage, StepError
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Place, align_up
-from weftline.shm.device.arena import DeviceArena
-from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver
+from weftline.shm.device.arena import DeviceArena, probe
+from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver, open_driver
 from weftline.shm.device.events import SharedEvents
 from weftline.shm.device.foreign import as_device
-from weftline.shm.device.ladder import probe
 from weftline.shm.device.names import index_of, is_fake
-from weftline.shm.device.opening import open_driver
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.lease import EVENT_BYTES
 from weftline.shm.spec import TensorSpec
@@ -105,7 +103,7 @@ class WorkerDevice:
             return None
         refused = message.arena
         try:
-            arena = DeviceArena.attach(self.driver, message.size_bytes, message.rung, descriptor, message.handle)
+            arena = DeviceArena.attach(self.driver, message.size_bytes, message.share_mode, descriptor, message.handle)
             refused = -message.arena
             self._arenas[message.arena] = arena
             if message.events:
@@ -130,13 +128,13 @@ class WorkerDevice:
 
     def can_read(self, value: Value) -> bool:
         """Return whether a value is in a mapped arena, and its ready event, if any, can be waited for."""
-        if value.near is None or value.near.arena not in self._arenas:
+        if value.device_place is None or value.device_place.arena not in self._arenas:
             return False
         return value.ready is None or self._events(value.ready) is not None
 
     def view(self, value: Value) -> DeviceTensor:
         """Return a view of a tensor; StepError when its arena is not mapped here."""
-        place = value.near
+        place = value.device_place
         if place is None or place.arena not in self._arenas:
             why = self._refused.get(place.arena if place else -1, "it belongs to another device")
             raise StepError(
@@ -466,10 +464,10 @@ def open_device(message: OpenSteps) -> OpenedDevice:
     if not message.device_arena_bytes:
         return OpenedDevice(WorkerDevice(driver), None)
     try:
-        arena, rung, why = probe(driver, message.device_arena_bytes)
+        arena, share_mode, why = probe(driver, message.device_arena_bytes)
     except DeviceOutOfMemory as error:
         raise LimitReached(
-            f"{message.device} has no room for an arena of {message.device_arena_bytes} bytes ({error})\n"
+            f"{message.device} has too little memory for an arena of {message.device_arena_bytes} bytes ({error})\n"
             "    fix: lower gpu.arena_bytes, or put fewer steps on this device"
         ) from None
     events = None
@@ -479,10 +477,10 @@ def open_device(message: OpenSteps) -> OpenedDevice:
         except DriverError as error:
             why = "; ".join(filter(None, (why, f"events: {error}")))
     if why:
-        _log.warning("device %s: tensors are shared by %s: %s", message.device, rung, why)
+        _log.warning("device %s: tensors are shared by %s: %s", message.device, share_mode, why)
     device = WorkerDevice(driver, arena, events)
     if arena is None:
-        return OpenedDevice(device, DeviceUp(message.device, 0, rung, why=why))
+        return OpenedDevice(device, DeviceUp(message.device, 0, share_mode, why=why))
     handles = events.handles if events is not None else ()
-    device_up = DeviceUp(message.device, arena.size_bytes, rung, arena.handle, handles, why)
+    device_up = DeviceUp(message.device, arena.size_bytes, share_mode, arena.handle, handles, why)
     return OpenedDevice(device, device_up, arena.fd if arena.fd >= 0 else None)

@@ -156,8 +156,8 @@ class DeviceDispatch:
             array: np.ndarray = np.empty(source.shape, numpy_dtype(source.dtype))
             if isinstance(source, Value):
                 self.download([(self.device.view(source), array.ctypes.data)], [source])
-            elif source.near is not None:
-                self.download([(source.near, array.ctypes.data)])
+            elif source.tensor is not None:
+                self.download([(source.tensor, array.ctypes.data)])
             self.wait_downloads()
             array.flags.writeable = False
             known = self._downloaded[id(source)] = (source, array)
@@ -218,8 +218,12 @@ class DeviceDispatch:
     def _needs_upload(self, leaf: Source) -> bool:
         """Return whether a tensor is in host memory only."""
         if isinstance(leaf, Packed):
-            return leaf.near is None
-        return leaf.kind in ARRAYS and not self.device.can_read(leaf) and (leaf.near is None or leaf.place is not None)
+            return leaf.tensor is None
+        return (
+            leaf.kind in ARRAYS
+            and not self.device.can_read(leaf)
+            and (leaf.device_place is None or leaf.place is not None)
+        )
 
     def _on_device(self, leaf: Source) -> DeviceTensor | None:
         known = self._uploaded.get(id(leaf))
@@ -227,8 +231,8 @@ class DeviceDispatch:
             return known[1]
         if isinstance(leaf, Packed):
             # Computed on another step's stream: keep it, or its framework would reuse the memory.
-            self._held.append(leaf.near)
-            return _read_only(leaf.near)
+            self._held.append(leaf.tensor)
+            return _read_only(leaf.tensor)
         if leaf.kind not in ARRAYS:
             return None  # absent
         self._wait_ready(self.stream, leaf)

@@ -23,8 +23,7 @@ from weftline.engine.protocol.messages import Failure
 from weftline.errors import BY_NAME, InputError, WeftlineError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.out_of_memory import is_out_of_memory
-from weftline.shm.device.cuda_errors import LOST, NUMBERS
-from weftline.shm.device.driver import DeviceLost, DriverError
+from weftline.shm.device.driver import LOST, NUMBERS, DeviceLost, DriverError
 from weftline.shm.device.names import index_of, is_fake, is_gpu
 
 if TYPE_CHECKING:

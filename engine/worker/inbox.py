@@ -77,15 +77,15 @@ class Inbox:
 
     def wait_buffer(self) -> OutputBuffer:
         """Wait for the answer to a BufferRequest; other messages are queued."""
-        room: OutputBuffer | None = None
-        while room is None:
+        buffer: OutputBuffer | None = None
+        while buffer is None:
             for body in self._channel.receive():
                 message = decode_to_worker(body)
                 if isinstance(message, OutputBuffer):
-                    room = message
+                    buffer = message
                 else:
                     self._enqueue(message)
-        return room
+        return buffer
 
     def begin(self, run: RunBatch) -> None:
         """Begin a dispatch: `cancels` refers to its items from now on."""

@@ -220,7 +220,7 @@ class Worker:
             self._memory.set_own_id(message.arena)
 
     def _attach_device(self, message: AttachDevice) -> None:
-        fd = self._channel.take_descriptor() if message.rung == "descriptor" else -1
+        fd = self._channel.take_descriptor() if message.share_mode == "descriptor" else -1
         if self._memory.device is not None:
             failed = self._memory.device.attach(message, fd)
         else:
@@ -380,27 +380,27 @@ class Worker:
     def _allocate(self, sizes: Sequence[int], device: Sequence[int]) -> tuple[Sequence[Block], Sequence[Block]]:
         """Request blocks in host memory and on the device from the runtime, and wait for them."""
         self._send(BufferRequest(tuple(sizes), tuple(device)))
-        room = self._inbox.wait_buffer()
-        if room.refused:
-            raise LimitReached(room.refused)
-        return room.blocks, room.near
+        buffer = self._inbox.wait_buffer()
+        if buffer.refused:
+            raise LimitReached(buffer.refused)
+        return buffer.blocks, buffer.device_blocks
 
     def _allocate_for(
         self, thread: StepThread, sizes: Sequence[int], device: Sequence[int]
     ) -> tuple[Sequence[Block], Sequence[Block]]:
         """Request blocks for a thread's current dispatch, and wait for them."""
         self._send(BufferRequest(tuple(sizes), tuple(device), thread.dispatch))
-        room: OutputBuffer = call_unlocked(self._lock, thread.buffers.get)
-        if room.refused:
-            raise LimitReached(room.refused)
-        return room.blocks, room.near
+        buffer: OutputBuffer = call_unlocked(self._lock, thread.buffers.get)
+        if buffer.refused:
+            raise LimitReached(buffer.refused)
+        return buffer.blocks, buffer.device_blocks
 
-    def _deliver_buffer(self, room: OutputBuffer) -> None:
+    def _deliver_buffer(self, buffer: OutputBuffer) -> None:
         """Pass an OutputBuffer to the thread that requested it."""
-        thread = self._running_on.get(room.dispatch)
-        if thread is None or thread.dispatch != room.dispatch:
+        thread = self._running_on.get(buffer.dispatch)
+        if thread is None or thread.dispatch != buffer.dispatch:
             raise ChannelClosed("received an OutputBuffer without a request")
-        thread.buffers.put(room)
+        thread.buffers.put(buffer)
 
     def _send_if(self, message: FromWorker | None) -> None:
         if message is not None:

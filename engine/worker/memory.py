@@ -137,14 +137,14 @@ class Memory:
                 return self.device.download(source)
         return live(source, self.arenas)
 
-    def find_in_host(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
-        """Find an array in shared memory: in the block `room`, or as (part of) one of `sources`."""
+    def find_in_host(self, packed: Packed, sources: Sequence[Source], block: Place | None = None) -> Value | None:
+        """Find an array in shared memory: in the block `block`, or as (part of) one of `sources`."""
         if packed.array is None:
             return None
-        if room is not None:
+        if block is not None:
             offset = offset_in(self.own_arena, packed.array)
-            if offset is not None and _within(offset, packed.size_bytes, room):
-                return packed.at(room._replace(offset=offset, size_bytes=packed.size_bytes))
+            if offset is not None and _within(offset, packed.size_bytes, block):
+                return packed.at(block._replace(offset=offset, size_bytes=packed.size_bytes))
         for source in sources:
             if source.items:
                 found = self.find_in_host(packed, source.items)
@@ -157,26 +157,26 @@ class Memory:
                     return packed.at(place._replace(offset=offset, size_bytes=packed.size_bytes))
         return None
 
-    def find_on_device(self, packed: Packed, sources: Sequence[Source], room: Place | None = None) -> Value | None:
-        """Find a tensor in a device arena: in the block `room`, or as (part of) one of `sources`.
+    def find_on_device(self, packed: Packed, sources: Sequence[Source], block: Place | None = None) -> Value | None:
+        """Find a tensor in a device arena: in the block `block`, or as (part of) one of `sources`.
 
         A value in both memories has the same layout in both.
         """
-        if packed.near is None or self.device is None:
+        if packed.tensor is None or self.device is None:
             return None
-        if room is not None:
-            offset = self.device.offset_of(packed.near, self.device.own_id)
-            if offset is not None and _within(offset, packed.size_bytes, room):
-                place = room._replace(offset=offset, size_bytes=packed.size_bytes)
-                return Value(packed.kind, packed.dtype, packed.shape, near=place)
+        if block is not None:
+            offset = self.device.offset_of(packed.tensor, self.device.own_id)
+            if offset is not None and _within(offset, packed.size_bytes, block):
+                place = block._replace(offset=offset, size_bytes=packed.size_bytes)
+                return Value(packed.kind, packed.dtype, packed.shape, device_place=place)
         for source in sources:
             if source.items:
                 found = self.find_on_device(packed, source.items)
                 if found is not None:
                     return found
-            device = source.near if isinstance(source, Value) else None
+            device = source.device_place if isinstance(source, Value) else None
             if device is not None and isinstance(source, Value):
-                offset = self.device.offset_of(packed.near, device.arena)
+                offset = self.device.offset_of(packed.tensor, device.arena)
                 if offset is not None and _within(offset, packed.size_bytes, device):
                     here = device._replace(offset=offset, size_bytes=packed.size_bytes)
                     host = source.place
@@ -186,22 +186,22 @@ class Memory:
                     return Value(packed.kind, packed.dtype, packed.shape, None, host, None, here, source.ready)
         return None
 
-    def array_in(self, room: Place, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
+    def array_in(self, block: Place, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
         """Return a writable array in a block, or None when the sizes differ."""
-        if int(np.prod(shape)) * dtype.itemsize != room.size_bytes:
+        if int(np.prod(shape)) * dtype.itemsize != block.size_bytes:
             return None
-        return np.ndarray(shape, dtype, self.own_arena.buffer, room.offset)
+        return np.ndarray(shape, dtype, self.own_arena.buffer, block.offset)
 
-    def tensor_in(self, room: Place, spec: TensorSpec) -> DeviceTensor | None:
+    def tensor_in(self, block: Place, spec: TensorSpec) -> DeviceTensor | None:
         """Return a writable device tensor in a block, or None when the sizes differ."""
-        if self.device is None or self.device.arena is None or spec.size_bytes != room.size_bytes:
+        if self.device is None or self.device.arena is None or spec.size_bytes != block.size_bytes:
             return None
-        return self.device.arena.view(room, spec, writable=True)
+        return self.device.arena.view(block, spec, writable=True)
 
     def _is_device_only(self, source: Source) -> bool:
         if isinstance(source, Packed):
-            return source.near is not None and source.array is None
-        return source.near is not None and source.place is None and source.data is None
+            return source.tensor is not None and source.array is None
+        return source.device_place is not None and source.place is None and source.data is None
 
 
 def _within(offset: int, size_bytes: int, place: Place) -> bool:
@@ -226,8 +226,8 @@ def _copied(memory: Memory, device: WorkerDevice, values: tuple[Value, ...]) -> 
         place = block.place(0, tensor.nbytes)
         if value.ready is not None:
             device.wait_ready(device.download_stream, value.ready)
-        room = np.frombuffer(bytes_view(memory.own_arena, place), np.uint8)
-        device.driver.copy(int(room.ctypes.data), tensor.address, tensor.nbytes, device.download_stream)
+        host = np.frombuffer(bytes_view(memory.own_arena, place), np.uint8)
+        device.driver.copy(int(host.ctypes.data), tensor.address, tensor.nbytes, device.download_stream)
         placed.append(Value(value.kind, value.dtype, value.shape, place=place))
     device.driver.synchronize(device.download_stream)
     return tuple(placed)

@@ -1,7 +1,7 @@
 """Output placement: check a node's outputs against its ports, and copy them to where their readers are.
 
 `OutputPorts` checks and packs what a node returned. An input that is returned unchanged is passed on without a copy. A
-part of an input, or an output that the node wrote into a preallocated block, is referenced where it lies. On a GPU,
+part of an input, or an output that the node wrote into a preallocated block, is referenced where it is. On a GPU,
 tensors of any library stay on the device.
 
 `OutputPlacement` turns packed rows into ItemResults. Small values travel inside the message. Large values of one output
@@ -211,7 +211,7 @@ class OutputPorts:
         packed = pack(value, type, name, None, on_device)
         if packed.size_bytes <= INLINE_BYTES_MAX:
             return packed
-        if packed.near is not None:
+        if packed.tensor is not None:
             return self._memory.find_on_device(packed, row, preallocated.device.get(port)) or packed
         return self._memory.find_in_host(packed, row, preallocated.host.get(port)) or packed
 
@@ -260,7 +260,7 @@ def _index(value: Any, source: Source, held: dict[int, tuple[Any, Value]]) -> No
     if source.items is not None:
         for one, item in zip(value, source.items):
             _index(one, item, held)
-    elif isinstance(source, Value) and (source.place or source.near) is not None and source.kind in _PASSED_ON:
+    elif isinstance(source, Value) and (source.place or source.device_place) is not None and source.kind in _PASSED_ON:
         held[id(value)] = (value, source)
 
 
@@ -358,12 +358,12 @@ class OutputPlacement:
             if all(one is other for one, other in zip(items, value.items)):
                 return value
             return Packed("list", items=items)
-        if where == DEVICE or isinstance(value, Packed) or value.near is None or value.place is not None:
+        if where == DEVICE or isinstance(value, Packed) or value.device_place is None or value.place is not None:
             return value
         device = self._memory.device
         if device is None or not device.can_read(value):
             return value
-        return Packed(value.kind, value.dtype, value.shape, near=device.view(value), lies=value)
+        return Packed(value.kind, value.dtype, value.shape, tensor=device.view(value), placed=value)
 
     # large values
 
@@ -381,7 +381,7 @@ class OutputPlacement:
             if where != DEVICE:
                 host[index] = Layout(leaves)
             if where != HOST:
-                leaves_to_copy = [leaf for leaf in leaves if leaf.lies is None]
+                leaves_to_copy = [leaf for leaf in leaves if leaf.placed is None]
                 if leaves_to_copy:
                     device[index] = Layout(leaves_to_copy, DEVICE_ALIGN_BYTES)
         host_places, device_places = self._output_buffers(host, device, host_buffers, device_buffers)
@@ -420,12 +420,12 @@ class OutputPlacement:
             for leaf, at in host[index].parts(place):
                 places[id(leaf)] = at
                 buffer = bytes_view(memory.own_arena, at)
-                if leaf.near is None:
+                if leaf.tensor is None:
                     leaf.write(buffer)
                     continue
-                downloads.append((leaf.near, int(np.frombuffer(buffer, np.uint8).ctypes.data)))
-                if leaf.lies is not None:
-                    received.append(leaf.lies)
+                downloads.append((leaf.tensor, int(np.frombuffer(buffer, np.uint8).ctypes.data)))
+                if leaf.placed is not None:
+                    received.append(leaf.placed)
             memory.copied_bytes += place.size_bytes
         if downloads and memory.dispatch is not None:
             memory.dispatch.download(downloads, received)
@@ -442,11 +442,11 @@ class OutputPlacement:
         for index, place in device_places.items():
             dispatch.written_blocks.add(place.key)
             # The upload may still read an array when the node's next call writes it.
-            copies = copies_of_aliased([leaf for leaf, _ in device[index].parts(place) if leaf.near is None], memory)
+            copies = copies_of_aliased([leaf for leaf, _ in device[index].parts(place) if leaf.tensor is None], memory)
             for leaf, at in device[index].parts(place):
                 places[id(leaf)] = at
-                if leaf.near is not None:
-                    device_copies.append((leaf.near, base + at.offset))
+                if leaf.tensor is not None:
+                    device_copies.append((leaf.tensor, base + at.offset))
                 else:
                     dispatch.upload(copies.get(id(leaf), leaf.array), base + at.offset)
             memory.copied_bytes += place.size_bytes
@@ -463,7 +463,7 @@ def with_ready_event(
     def mark(value: Value) -> Value:
         if value.items is not None:
             return msgspec.structs.replace(value, items=tuple(map(mark, value.items)))
-        if value.near is None or value.near.key not in own:
+        if value.device_place is None or value.device_place.key not in own:
             return value
         return msgspec.structs.replace(value, ready=ready)
 
@@ -492,16 +492,16 @@ def _placed(value: Source, host: Mapping[int, Place], device: Mapping[int, Place
         return Value(value.kind, items=tuple(items))  # type: ignore[arg-type]
     if not value.size_bytes:
         return value.inline()
-    lies = value.lies
-    device_place = device.get(id(value)) if lies is None else lies.near
-    ready = None if lies is None else lies.ready
+    placed = value.placed
+    device_place = device.get(id(value)) if placed is None else placed.device_place
+    ready = None if placed is None else placed.ready
     return Value(value.kind, value.dtype, value.shape, None, host.get(id(value)), None, device_place, ready)
 
 
 def _collect_small(value: Source, small: list[Packed]) -> None:
     """Collect the device tensors that travel inside the message."""
     if isinstance(value, Packed) and value.travels_inline:
-        small.extend(leaf for leaf in value.leaves() if leaf.near is not None)
+        small.extend(leaf for leaf in value.leaves() if leaf.tensor is not None)
 
 
 def _downloaded(small: Sequence[Packed], dispatch: DeviceDispatch) -> dict[int, Packed]:
@@ -511,8 +511,8 @@ def _downloaded(small: Sequence[Packed], dispatch: DeviceDispatch) -> dict[int, 
         starts.append(size)
         size += leaf.size_bytes
     staged = np.empty(size, np.uint8)
-    pairs = [(leaf.near, staged.ctypes.data + start) for leaf, start in zip(small, starts) if leaf.near is not None]
-    dispatch.download(pairs, [leaf.lies for leaf in small if leaf.lies is not None])
+    pairs = [(leaf.tensor, staged.ctypes.data + start) for leaf, start in zip(small, starts) if leaf.tensor is not None]
+    dispatch.download(pairs, [leaf.placed for leaf in small if leaf.placed is not None])
     dispatch.wait_downloads()
     found = {}
     for leaf, start in zip(small, starts):

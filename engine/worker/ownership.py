@@ -80,7 +80,7 @@ def _note_doubtful(value: Packed, sources: Sequence[Source], doubtful: list[tupl
             or getweakrefcount(value.array)
         ):
             doubtful.append((value, sources))
-    elif value.near is not None:
+    elif value.tensor is not None:
         doubtful.append((value, sources))
 
 
@@ -193,25 +193,25 @@ def _is_tensor_alone(tensor: Any, tensors: Mapping[int, int]) -> bool:
 
 def _copies_on_device(doubtful: Sequence[tuple[Packed, Sequence[Source]]], memory: Memory) -> dict[int, Packed]:
     """Return copies of aliased device tensors, by identity of the old Packed."""
-    on_device = [(leaf, sources) for leaf, sources in doubtful if leaf.near is not None and leaf.lies is None]
+    on_device = [(leaf, sources) for leaf, sources in doubtful if leaf.tensor is not None and leaf.placed is None]
     if not on_device or memory.dispatch is None:
         return {}
-    owners = {id(leaf.near.owner): leaf.near.owner for leaf, _ in on_device if leaf.near is not None}
+    owners = {id(leaf.tensor.owner): leaf.tensor.owner for leaf, _ in on_device if leaf.tensor is not None}
     storages = Counter(_storage(owner) for owner in owners.values() if _is_tensor(owner))
-    shared = [leaf for leaf, sources in on_device if not _is_near_alone(leaf, storages, sources)]
-    copies = memory.dispatch.private_copies([leaf.near for leaf in shared if leaf.near is not None])
-    return {id(leaf): msgspec.structs.replace(leaf, near=copy) for leaf, copy in zip(shared, copies, strict=True)}
+    shared = [leaf for leaf, sources in on_device if not _is_sole_owner(leaf, storages, sources)]
+    copies = memory.dispatch.private_copies([leaf.tensor for leaf in shared if leaf.tensor is not None])
+    return {id(leaf): msgspec.structs.replace(leaf, tensor=copy) for leaf, copy in zip(shared, copies, strict=True)}
 
 
-def _is_near_alone(leaf: Packed, storages: Mapping[int, int], sources: Sequence[Source]) -> bool:
+def _is_sole_owner(leaf: Packed, storages: Mapping[int, int], sources: Sequence[Source]) -> bool:
     """Return whether a tensor's memory is the engine's, part of an input, or used by the rows' tensors only."""
-    tensor = leaf.near
+    tensor = leaf.tensor
     if tensor is None or not tensor.nbytes or isinstance(tensor.owner, ScratchBlock):
         return True
     for source in sources:
-        if isinstance(source, Packed) and source.near is not None:
-            start = tensor.address - source.near.address
-            if 0 <= start <= source.near.nbytes - tensor.nbytes:
+        if isinstance(source, Packed) and source.tensor is not None:
+            start = tensor.address - source.tensor.address
+            if 0 <= start <= source.tensor.nbytes - tensor.nbytes:
                 return True
     return _is_tensor(tensor.owner) and _is_tensor_alone(tensor.owner, storages)
 

@@ -90,7 +90,7 @@ def _update(
             _update(value.items, arenas, download, update)
         elif value.place is not None:
             update(bytes_view(arenas[value.place.arena], value.place))
-        elif value.near is not None:
+        elif value.device_place is not None:
             if download is None:
                 raise StepError("an input lies on a device that this worker does not have")
             update(download(value).reshape(-1).view(np.uint8).data)

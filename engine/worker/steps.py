@@ -257,7 +257,9 @@ class Opener:
         context_stream = 0 if is_fake(step.device) else stream
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)
-        memory_limit = DeviceMemoryLimit(step.room_bytes, step.reserve_bytes) if step.room_bytes else None
+        memory_limit = (
+            DeviceMemoryLimit(step.memory_limit_bytes, step.reserve_bytes) if step.memory_limit_bytes else None
+        )
         context = OpenContext(
             base_dir,
             step.device,

@@ -64,7 +64,7 @@ class HostedStream:
                 if value.kind != PIECES.kind
             }
             fed = [(name, inputs.pop(name)) for name in self._fed if name in inputs]
-            urgency = urgency_of(item.brought, self.name)
+            urgency = urgency_of(item.metadata, self.name)
             with within(submitting(item.id, urgency)):
                 if self._takes_urgency:
                     self.node.submit(item.id, inputs, urgency)

@@ -61,8 +61,8 @@ class PlannedStep:
     conditional: its outputs may be absent.
     base_dir:   folder of relative paths in options; None: the plan's own.
     reserved:   number of instances without job rows, less than all.
-    near_inputs:  input ports whose tensors the node reads on its device.
-    near_outputs: output ports with readers on the device: 'device' when all readers are there, else 'both'.
+    device_inputs:  input ports whose tensors the node reads on its device.
+    device_outputs: output ports with readers on the device: 'device' when all readers are there, else 'both'.
     device_bytes: device memory of one instance, stated or measured; 0: not known.
     idle:       when it releases its device's memory; None: never.
     fills_memory: its node can use the remainder of a GPU when it opens.
@@ -96,8 +96,8 @@ class PlannedStep:
     base_dir: Path | None = None
     fed: tuple[str, ...] = ()
     reserved: int = 0
-    near_inputs: tuple[str, ...] = ()
-    near_outputs: Mapping[str, str] = field(default_factory=dict)
+    device_inputs: tuple[str, ...] = ()
+    device_outputs: Mapping[str, str] = field(default_factory=dict)
     device_bytes: int = 0
     idle: IdlePolicy | None = None
     finite: bool = False

@@ -23,7 +23,7 @@ from weftline.pipelines.placement.needs import Needs, needs_of
 from weftline.pipelines.placement.place import Placement, place
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
 from weftline.pipelines.placement.profile_file import Profile
-from weftline.pipelines.placement.transfers import near_edges, with_transfers
+from weftline.pipelines.placement.transfers import device_edges, with_transfers
 from weftline.pipelines.spec.condition import Condition, all_of
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
@@ -48,10 +48,10 @@ def make_plan(
     controls = {name for name, one in checked.steps.items() if one.control}
     run = [step for step in checked.pipeline.steps if step.name not in controls]
     heavy = {step.name: _heavy(checked, step.name) for step in run}
-    near = {name: one.device_ports for name, one in checked.steps.items()}
+    ports = {name: one.device_ports for name, one in checked.steps.items()}
     needs = needs_of(checked, machine, profile)
     bare = None if checked.problems else _plan(checked, machine)
-    edges = near_edges(bare.steps, near) if bare is not None else ()
+    edges = device_edges(bare.steps, ports) if bare is not None else ()
     light = (
         {step.name: size for step in bare.steps if (size := _light_bytes(checked, step)) is not None} if bare else {}
     )
@@ -60,7 +60,7 @@ def make_plan(
     report.take(problems)
     if report.problems or bare is None:
         raise PipelineError(report.problems)
-    plan = with_transfers(_placed(bare, placement), near, pipeline.gpu.arena_bytes)
+    plan = with_transfers(_placed(bare, placement), ports, pipeline.gpu.arena_bytes)
     plan = dataclasses.replace(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),

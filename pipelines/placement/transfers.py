@@ -34,10 +34,10 @@ def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes:
     ports:       by step, the ports in `Node.device_ports`.
     arena_bytes: size of a process's arena on its device.
     """
-    steps = [dataclasses.replace(step, near_inputs=_near_inputs(step, ports)) for step in plan.steps]
+    steps = [dataclasses.replace(step, device_inputs=_device_inputs(step, ports)) for step in plan.steps]
     readers = Readers(steps, [one.wire for one in plan.outputs])
-    steps = [dataclasses.replace(step, near_outputs=_near_outputs(step, ports, readers)) for step in steps]
-    writers = {index for step in steps if step.near_outputs for index in step.workers}
+    steps = [dataclasses.replace(step, device_outputs=_device_outputs(step, ports, readers)) for step in steps]
+    writers = {index for step in steps if step.device_outputs for index in step.workers}
     workers = [
         dataclasses.replace(worker, device_arena_bytes=arena_bytes if index in writers else 0)
         for index, worker in enumerate(plan.workers)
@@ -45,7 +45,7 @@ def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes:
     return dataclasses.replace(plan, steps=tuple(steps), workers=tuple(workers))
 
 
-def near_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]) -> frozenset[tuple[str, str]]:
+def device_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]) -> frozenset[tuple[str, str]]:
     """Return pairs of steps, writer and reader, whose tensors can stay on a common device.
 
     steps: all of a plan; their placement is ignored.
@@ -55,15 +55,15 @@ def near_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]
         (step.name, reader[0].name)
         for step in steps
         for port in step.outputs
-        if port.name in _ports(step, ports) and can_lie_near(port.type)
+        if port.name in _ports(step, ports) and can_be_on_device(port.type)
         for reader in readers.of(Wire(step.name, port.name))
         if reader is not None and reader[1] in _ports(reader[0], ports)
     )
 
 
-def can_lie_near(type: PortType) -> bool:
+def can_be_on_device(type: PortType) -> bool:
     """Return True for types that are arrays or lists of arrays."""
-    return can_lie_near(type.item) if type.item is not None else type.kind in KINDS
+    return can_be_on_device(type.item) if type.item is not None else type.kind in KINDS
 
 
 def one_device(step: PlannedStep) -> str:
@@ -115,10 +115,10 @@ class Readers:
             yield from self._of(Wire(self._replaces[wire.step], wire.port), seen)
 
 
-def _near_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
+def _device_inputs(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> tuple[str, ...]:
     on_gpus = bool(step.devices) and all(is_gpu(device) for device in step.devices)
     taken = _ports(step, ports) if on_gpus else frozenset()
-    return tuple(read.port for read in step.inputs if read.port in taken and can_lie_near(read.type))
+    return tuple(read.port for read in step.inputs if read.port in taken and can_be_on_device(read.type))
 
 
 def _ports(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> frozenset[str]:
@@ -127,20 +127,20 @@ def _ports(step: PlannedStep, ports: Mapping[str, frozenset[str]]) -> frozenset[
     return frozenset() if elsewhere else ports.get(step.name, frozenset())
 
 
-def _near_outputs(step: PlannedStep, ports: Mapping[str, frozenset[str]], readers: Readers) -> dict[str, str]:
+def _device_outputs(step: PlannedStep, ports: Mapping[str, frozenset[str]], readers: Readers) -> dict[str, str]:
     device = one_device(step)
     given = _ports(step, ports) if device else frozenset()
     found: dict[str, str] = {}
     for port in step.outputs:
-        if port.name in given and can_lie_near(port.type):
-            near = [_reads_near(reader, device) for reader in readers.of(Wire(step.name, port.name))]
-            if any(near):
-                found[port.name] = "device" if all(near) else "both"
+        if port.name in given and can_be_on_device(port.type):
+            reads = [_reads_on_device(reader, device) for reader in readers.of(Wire(step.name, port.name))]
+            if any(reads):
+                found[port.name] = "device" if all(reads) else "both"
     return found
 
 
-def _reads_near(reader: tuple[PlannedStep, str] | None, device: str) -> bool:
-    return reader is not None and reader[1] in reader[0].near_inputs and one_device(reader[0]) == device
+def _reads_on_device(reader: tuple[PlannedStep, str] | None, device: str) -> bool:
+    return reader is not None and reader[1] in reader[0].device_inputs and one_device(reader[0]) == device
 
 
 HOST = "host"
@@ -202,17 +202,17 @@ def hop_rows(plan: Plan) -> list[list[list[str]]]:
     return rows
 
 
-def near_wires(plan: Plan) -> Collection[tuple[str, str]]:
+def device_wires(plan: Plan) -> Collection[tuple[str, str]]:
     """Return the inputs, as step and port, whose wires carry tensors that stay on a GPU."""
     readers = Readers(plan.steps, ())
     given: dict[Wire, set[str]] = {}  # the GPUs that may hold a wire's tensors
     found: set[tuple[str, str]] = set()
     for step in plan.steps:
-        given |= {Wire(step.name, port): {one_device(step)} for port in step.near_outputs}
+        given |= {Wire(step.name, port): {one_device(step)} for port in step.device_outputs}
         for read in step.inputs:
             onward = handed_on(step, read.port) if step.control else None
             ends = [*readers.of(onward)] if onward else [(step, read.port)]
-            taken = {one_device(end[0]) for end in ends if end is not None and end[1] in end[0].near_inputs}
+            taken = {one_device(end[0]) for end in ends if end is not None and end[1] in end[0].device_inputs}
             if stays := given.get(read.wire, set()) & taken:
                 found.add((step.name, read.port))
                 if onward:
@@ -233,11 +233,11 @@ def size_of(type: PortType) -> int | None:
 def _given(plan: Plan) -> Iterator[tuple[Wire, PortType, PlannedStep | None]]:
     """Yield every array output: its wire, its type, and the step; None for an input."""
     for name, type in plan.input_types.items():
-        if can_lie_near(type):
+        if can_be_on_device(type):
             yield Wire(None, name), type, None
     for step in plan.steps:
         for port in step.outputs if not step.control else ():
-            if can_lie_near(port.type):
+            if can_be_on_device(port.type):
                 yield Wire(step.name, port.name), list_of(port.type) if step.map else port.type, step
 
 
@@ -247,8 +247,8 @@ def _path(giver: Wire, step: PlannedStep | None, reader: tuple[PlannedStep, str]
     to = _place(reader[0]) if reader is not None else HOST
     if made == to == HOST:
         return None
-    taken = reader is not None and reader[1] in reader[0].near_inputs
-    kept = step is not None and giver.port in step.near_outputs
+    taken = reader is not None and reader[1] in reader[0].device_inputs
+    kept = step is not None and giver.port in step.device_outputs
     if taken and kept and made == to:
         return (made,)
     start = (made,) if made != HOST else ()

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from weftline.nodes.ports import PortType, list_of
 from weftline.pipelines.placement.plan import Plan, PlannedOutput, PlannedStep
-from weftline.pipelines.placement.transfers import near_wires
+from weftline.pipelines.placement.transfers import device_wires
 from weftline.pipelines.render.layout import Box, Layout, Line, arrange
 from weftline.pipelines.render.text import notes, subtitle
 from weftline.pipelines.spec.wire import Wire
@@ -26,7 +26,7 @@ CHAR_PX, PORT_PX, SMALL_PX, SPACE_PX = 9.2, 7.3, 6.8, 7.0
 """Average character of a name, a port and a type in the widest of the fonts, and a space; boxes are sized by them."""
 
 HEAD_PX, NOTE_PX, ROW_PX, PAD_PX, PILL_PX, MARGIN_PX, TITLE_PX = 50.0, 16.0, 22.0, 14.0, 34.0, 28.0, 44.0
-LINE_PX, NEAR_PX = 1.8, 4.5
+LINE_PX, DEVICE_PX = 1.8, 4.5
 """Width of a wire, and of one whose tensors stay on a GPU."""
 
 _FONT = "ui-sans-serif, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
@@ -45,14 +45,14 @@ class _Wire:
     """A wire with its colour.
 
     dotted: the input of a condition, or a fallback.
-    near:   its tensors stay on a GPU.
+    on_device: its tensors stay on a GPU.
     """
 
     source: _End
     target: _End
     colour: str
     dotted: bool = False
-    near: bool = False
+    on_device: bool = False
 
 
 def explain_svg(plan: Plan) -> str:
@@ -85,13 +85,13 @@ def _wires(plan: Plan) -> list[_Wire]:
     """Return every wire of the picture; constants have none."""
     steps, plain = {step.name: step for step in plan.steps}, COLOURS["any"]
     hidden = {Wire(None, one.name) for one in plan.inputs if one.hidden}
-    wires, near = list[_Wire](), near_wires(plan)
+    wires, on_device = list[_Wire](), device_wires(plan)
     for step in plan.steps:
         key, top = f"step:{step.name}", _End(f"step:{step.name}", HEAD_PX / 2)
         for row, read in enumerate(step.inputs):
             if read.wire not in hidden:
                 ends = _source(read.wire, steps), _End(key, _row_y(step, row))
-                wires.append(_Wire(*ends, _colour(read.type), near=(step.name, read.port) in near))
+                wires.append(_Wire(*ends, _colour(read.type), on_device=(step.name, read.port) in on_device))
         for wire in step.when.wires if step.when else ():
             if wire not in hidden:
                 wires.append(_Wire(_source(wire, steps), top, plain, dotted=True))
@@ -216,9 +216,9 @@ def _path(points: Sequence[tuple[float, float]], wire: _Wire) -> str:
             d.append(f"C{middle:.1f} {y:.1f} {middle:.1f} {next_y:.1f} {next_x:.1f} {next_y:.1f}")
         x, y = next_x, next_y
     dots = ' stroke-dasharray="2 4"' if wire.dotted else ""
-    width = NEAR_PX if wire.near else LINE_PX
+    width = DEVICE_PX if wire.on_device else LINE_PX
     stroke = f'stroke="{wire.colour}" stroke-width="{width}" stroke-opacity="0.75"{dots}'
-    if wire.near:
+    if wire.on_device:
         return f'<path d="{"".join(d)}" fill="none" {stroke}><title>stays on a GPU</title></path>'
     return f'<path d="{"".join(d)}" fill="none" {stroke}/>'
 

@@ -10,7 +10,7 @@ from weftline.pipelines.placement.budget import budget_lines
 from weftline.pipelines.placement.gpu_assignment import work_rows
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedStep
-from weftline.pipelines.placement.transfers import hop_rows, near_wires
+from weftline.pipelines.placement.transfers import device_wires, hop_rows
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 
@@ -65,7 +65,7 @@ def explain_mermaid(plan: Plan) -> str:
 
     Dotted: inputs of conditions, and fallbacks. Thick: tensors that stay on a GPU.
     """
-    near = near_wires(plan)
+    on_device = device_wires(plan)
     asked = [one for one in plan.inputs if not one.hidden]
     names = {f"in:{one.name}": f"in{place}" for place, one in enumerate(asked)}
     names |= {f"step:{step.name}": f"step{place}" for place, step in enumerate(plan.steps)}
@@ -81,7 +81,9 @@ def explain_mermaid(plan: Plan) -> str:
             label = _typed(read.wire.port, travels(read, step)) if read.wire.step else travels(read, step)
             label += ", streams" if read.pieces else ""
             if (source := _from(read.wire, names)) is not None:
-                arrow, label = ("==>", f"{label}, stays on GPU") if (step.name, read.port) in near else ("-->", label)
+                arrow, label = (
+                    ("==>", f"{label}, stays on GPU") if (step.name, read.port) in on_device else ("-->", label)
+                )
                 lines.append(f'    {source} {arrow}|"{_escaped(label)}"| {own}')
         for wire in step.when.wires if step.when else ():
             if (source := _from(wire, names)) is not None:

@@ -3,12 +3,12 @@
 The worker that writes creates an arena on its device; the others of that device attach to it, read-only, by a
 descriptor or, where the driver shares nothing by descriptor, by a handle:
 
-    rung            made by             shared by                        it ends
+    share mode      made by             shared by                        it ends
     'descriptor'    create, map         export, a descriptor             with its last mapping and descriptor, anywhere
     'handle'        allocate            share, 64 bytes                  with the process that created it
 
-`ladder.probe` finds the rung. The driver keeps an address range mapped as long as anybody looks at a tensor in it: an
-arena that is closed takes no new looks, and its mapping goes with the last old one.
+`probe` chooses the share mode. The driver keeps an address range mapped while a tensor in it is referenced: a closed
+arena returns no new views, and it is unmapped with its last view.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import os
 import weakref
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from weftline.shm.block import Place, align_up
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver
@@ -35,7 +35,7 @@ class DeviceArena:
 
     address: where it lies in this process's device addresses.
     fd:      the descriptor to be sent, owned by this object; -1 for a guest's, or one shared by handle.
-    handle:  what it is opened by on rung 'handle'.
+    handle:  IPC handle that it is opened by in share mode 'handle'.
     writable_by_necessity: a guest's, whose driver refused to map it read-only; nothing but care protects it.
     """
 
@@ -43,7 +43,7 @@ class DeviceArena:
         self,
         driver: GpuDriver,
         mapping: _Mapping,
-        rung: str,
+        share_mode: str,
         *,
         writable: bool,
         fd: int = -1,
@@ -53,7 +53,7 @@ class DeviceArena:
         self.device = driver.device
         self.address = mapping.address
         self.size_bytes = mapping.size_bytes
-        self.rung = rung
+        self.share_mode = share_mode
         self.writable = writable
         self.writable_by_necessity = writable_by_necessity
         self.fd = fd
@@ -61,25 +61,25 @@ class DeviceArena:
         self._mapping: _Mapping | None = mapping
 
     @classmethod
-    def create(cls, driver: GpuDriver, size_bytes: int, rung: str = "descriptor") -> DeviceArena:
-        """Make an arena of `size_bytes`, rounded up to what the driver deals in.
+    def create(cls, driver: GpuDriver, size_bytes: int, share_mode: str = "descriptor") -> DeviceArena:
+        """Make an arena of `size_bytes`, rounded up to the driver's granularity.
 
-        Raises DeviceOutOfMemory, or DriverError when the driver cannot share on this rung; nothing is left behind.
+        Raises DeviceOutOfMemory, or DriverError if the driver does not support this share mode; frees all it allocated.
         """
-        if rung == "handle":
+        if share_mode == "handle":
             return cls._allocated(driver, align_up(max(size_bytes, 1), HANDLE_MULTIPLE_BYTES))
-        if rung != "descriptor":
-            raise ValueError(f"no arena stands on the rung {rung!r}; there are 'descriptor' and 'handle'")
+        if share_mode != "descriptor":
+            raise ValueError(f"unknown share mode {share_mode!r}; expected 'descriptor' or 'handle'")
         size = align_up(max(size_bytes, 1), driver.granularity())
         with contextlib.ExitStack() as undo:
             memory = driver.create(size)
             undo.callback(driver.release, memory)  # at the end in any case: mapping and descriptor hold the memory
-            mapping = _Mapping(driver, driver.map(memory, size, True), size, rung)
+            mapping = _Mapping(driver, driver.map(memory, size, True), size, share_mode)
             undo.callback(mapping.end)
             fd = driver.export(memory)
             undo.pop_all()
         driver.release(memory)
-        return cls(driver, mapping, rung, writable=True, fd=fd)
+        return cls(driver, mapping, share_mode, writable=True, fd=fd)
 
     @classmethod
     def _allocated(cls, driver: GpuDriver, size: int) -> DeviceArena:
@@ -93,7 +93,7 @@ class DeviceArena:
 
     @classmethod
     def attach(
-        cls, driver: GpuDriver, size_bytes: int, rung: str, descriptor: int = -1, handle: bytes = b""
+        cls, driver: GpuDriver, size_bytes: int, share_mode: str, descriptor: int = -1, handle: bytes = b""
     ) -> DeviceArena:
         """Map another process's arena of `size_bytes`, read-only where the driver can.
 
@@ -101,18 +101,18 @@ class DeviceArena:
         for a size that no arena has, DriverError when the driver refuses.
         """
         try:
-            if rung not in ("descriptor", "handle") or size_bytes <= 0:
-                raise ValueError(f"an arena of {size_bytes} bytes on the rung {rung!r} cannot be attached to")
-            if rung == "handle":
-                mapping = _Mapping(driver, driver.open_shared(handle), size_bytes, rung)
-                return cls(driver, mapping, rung, writable=False, writable_by_necessity=True)
+            if share_mode not in ("descriptor", "handle") or size_bytes <= 0:
+                raise ValueError(f"an arena of {size_bytes} bytes in share mode {share_mode!r} cannot be attached to")
+            if share_mode == "handle":
+                mapping = _Mapping(driver, driver.open_shared(handle), size_bytes, share_mode)
+                return cls(driver, mapping, share_mode, writable=False, writable_by_necessity=True)
             memory = driver.import_memory(descriptor)
             try:
                 address, by_necessity = _map_to_read(driver, memory, size_bytes)
             finally:
                 driver.release(memory)
-            mapping = _Mapping(driver, address, size_bytes, rung)
-            return cls(driver, mapping, rung, writable=False, writable_by_necessity=by_necessity)
+            mapping = _Mapping(driver, address, size_bytes, share_mode)
+            return cls(driver, mapping, share_mode, writable=False, writable_by_necessity=by_necessity)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -192,3 +192,48 @@ def _map_to_read(driver: GpuDriver, memory: int, size_bytes: int) -> tuple[int, 
         raise
     except DriverError:
         return driver.map(memory, size_bytes, True), True
+
+
+SHARE_MODES = ("descriptor", "handle", "host")
+"""Share modes in order of preference. With 'host' there is no arena: tensors travel through page-locked host memory."""
+
+
+class ShareResult(NamedTuple):
+    """Result of sharing a device: its arena (None on 'host'), the share mode, and the refused modes."""
+
+    arena: DeviceArena | None
+    share_mode: str
+    why: str
+
+
+def probe(driver: GpuDriver, size_bytes: int) -> ShareResult:
+    """Make an arena of at least `size_bytes` in the first share mode that works here, and check that it can be shared.
+
+    A process that cannot attach the arena reports that when it tries (engine/scheduler/device_messages.py). Raises
+    DeviceOutOfMemory and DeviceLost: no other mode would help.
+    """
+    refusals: list[str] = []
+    for share_mode in SHARE_MODES[:-1]:
+        try:
+            arena = DeviceArena.create(driver, size_bytes, share_mode)
+            if share_mode == "descriptor":
+                _try_attach(driver, arena)
+        except (DeviceLost, DeviceOutOfMemory):
+            raise
+        except (DriverError, OSError) as refused:
+            refusals.append(f"{share_mode}: {refused}")
+        else:
+            return ShareResult(arena, share_mode, "; ".join(refusals))
+    return ShareResult(None, "host", "; ".join(refusals))
+
+
+def _try_attach(driver: GpuDriver, arena: DeviceArena) -> None:
+    """Attach to an arena as another process would; closes it when the driver refuses.
+
+    A handle cannot be tested like this: CUDA opens none in the process that created it.
+    """
+    try:
+        DeviceArena.attach(driver, arena.size_bytes, arena.share_mode, os.dup(arena.fd)).close()
+    except BaseException:
+        arena.close()
+        raise

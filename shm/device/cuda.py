@@ -21,8 +21,14 @@ from types import ModuleType
 from typing import Any
 
 from weftline.errors import MissingPackage
-from weftline.shm.device.cuda_errors import NO_DRIVER, NOT_READY, error_of
-from weftline.shm.device.driver import EVENT_HANDLE_BYTES, SHARE_HANDLE_BYTES, DriverError
+from weftline.shm.device.driver import (
+    EVENT_HANDLE_BYTES,
+    NO_DRIVER,
+    NOT_READY,
+    SHARE_HANDLE_BYTES,
+    DriverError,
+    error_of,
+)
 from weftline.shm.device.names import index_of
 
 

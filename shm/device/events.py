@@ -23,7 +23,7 @@ from weftline.shm.lease import EVENT_BYTES
 EVENTS_MAX = 128
 """Events of one worker, one for each dispatch that is unfinished or still read. A worker of eight steps with four
 dispatches each under way has 32; twice that while their readers work, and twice again for slow ones. torch keeps a
-process to 1000 shared events, far below where drivers fail: that is room for the events of seven workers on one device.
+process to 1000 shared events, far below where drivers fail: enough for the events of seven workers on one device.
 Their handles are 8 KiB in the message that tells of them."""
 
 

@@ -1,9 +1,9 @@
 """Device names: `cpu`, `cuda:0`, and the fake GPUs `fake:0`.
 
 A fake GPU has memory, streams and events of its own that are shared between processes as a real one's are, and lies in
-host memory: frameworks compute on the CPU there. More kinds refuse part of what a real driver may refuse, so that every
-rung of the ladder can be stood on: 'fake-legacy:0' shares no memory by descriptor, 'fake-alone:0' shares none, and
-'fake-closed:0' shares it as far as its maker can tell, and lets no other process attach it.
+host memory: frameworks compute on the CPU there. More kinds refuse calls that a real driver may refuse, one for each
+share mode: 'fake-legacy:0' shares no memory by descriptor, 'fake-alone:0' shares none, and 'fake-closed:0' creates
+shareable memory that no other process can attach.
 """
 
 from __future__ import annotations

@@ -87,10 +87,10 @@ class DeviceBench(Bench):
         """Return a value that another worker's stream is still writing; it has put that there, and marked it."""
         (value,) = self.device_values([np.zeros_like(array)])
         ready = Block(-OTHER_DEVICE, event * EVENT_BYTES, EVENT_BYTES, 50 + event).place(0, EVENT_BYTES)
-        if self.other is None or value.near is None:
+        if self.other is None or value.device_place is None:
             raise RuntimeError("this device shares nothing")
         stream = self.theirs.stream()
-        self.theirs.copy(self.other.address + value.near.offset, array.ctypes.data, array.nbytes, stream)
+        self.theirs.copy(self.other.address + value.device_place.offset, array.ctypes.data, array.nbytes, stream)
         self.theirs.record(self.their_events.at(ready), stream)
         return msgspec.structs.replace(value, ready=ready)
 
@@ -104,7 +104,7 @@ class DeviceBench(Bench):
         for at, array in enumerate(arrays):
             place = block.place(at * size, size)
             ctypes.memmove(self.other.address + place.offset, np.ascontiguousarray(array).ctypes.data, size)
-            values.append(msg.Value(kind, dtype or dtype_name(array.dtype), array.shape, near=place))
+            values.append(msg.Value(kind, dtype or dtype_name(array.dtype), array.shape, device_place=place))
         return values
 
     def on_gpu(
@@ -112,12 +112,12 @@ class DeviceBench(Bench):
         run: Callable[[Batch], Outputs],
         inputs: dict[str, str],
         outputs: dict[str, str],
-        near_outputs: dict[str, str] | None = None,
+        device_outputs: dict[str, str] | None = None,
         *,
         index: int = 0,
         items_max: int = 8,
         mutates_inputs: bool = False,
-        near_inputs: Sequence[str] | None = None,
+        device_inputs: Sequence[str] | None = None,
         finite: bool = False,
     ) -> HostedStep:
         """Return a step on the device; all inputs are there by default."""
@@ -131,8 +131,8 @@ class DeviceBench(Bench):
             "fake:0",
             items_max,
             mutates_inputs,
-            near_inputs=tuple(inputs) if near_inputs is None else tuple(near_inputs),
-            near_outputs=near_outputs or {},
+            device_inputs=tuple(inputs) if device_inputs is None else tuple(device_inputs),
+            device_outputs=device_outputs or {},
             finite=finite,
         )
         return HostedStep(step, Calls(run), self.memory, self.cancels)

@@ -189,7 +189,7 @@ def suspects_that_stay_together(patch: pytest.MonkeyPatch, draws: random.Random)
 @mutant
 def a_killer_that_is_always_retried(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr("weftline.engine.scheduler.recovery.LONE_DEATHS_MAX", LONE_DEATHS_MAX + 100)
-    patch.setattr("weftline.engine.scheduler.retry_budget.RetryBudget.try_take", lambda s: True)
+    patch.setattr("weftline.engine.token_bucket.RetryBudget.try_take", lambda s: True)
 
 
 @mutant
@@ -430,7 +430,7 @@ def outputs_that_are_free_although_the_device_still_writes_them(
 
 @mutant
 def a_reader_that_waits_for_a_dead_worker(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.scheduler.failures.dependent_workers", lambda what, workers_, near: ())
+    patch.setattr("weftline.engine.scheduler.failures.dependent_workers", lambda what, workers_, device_inputs: ())
 
 
 @mutant
@@ -440,7 +440,7 @@ def an_incomplete_value_that_is_sent(patch: pytest.MonkeyPatch, draws: random.Ra
 
 @mutant
 def memory_that_ended_with_its_worker_and_is_read(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr("weftline.engine.scheduler.lost_devices.HANDLE", "no rung")
+    patch.setattr("weftline.engine.scheduler.lost_devices.HANDLE", "no share mode")
 
 
 @mutant
@@ -457,4 +457,4 @@ def a_request_that_fails_because_one_worker_cannot_attach_an_arena(
 
 @mutant
 def an_arena_that_is_used_although_a_worker_cannot_attach_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
-    patch.setattr(WorkerState, "gives_near", property(lambda s: bool(s.near_arena)))
+    patch.setattr(WorkerState, "places_on_device", property(lambda s: bool(s.device_arena)))

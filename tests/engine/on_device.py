@@ -2,7 +2,7 @@
 
 harness = SchedulerHarness(hop("event"))   step a returns a tensor on the device, and b reads it there
 one = harness.submit(x=given(harness))
-run = answer_near(harness, "a")            the worker of a answers while its device still runs the batch
+run = answer_on_device(harness, "a")            the worker of a answers while its device still runs the batch
 harness.receive(0, msg.Released((run.dispatch,)))
 """
 
@@ -31,11 +31,11 @@ def on_device(
     takes: readers of such an output take it on the device.
     """
     steps = tuple(
-        replace(step, near_inputs=tuple(one.port for one in step.inputs if takes and one.wire.step in near))
+        replace(step, device_inputs=tuple(one.port for one in step.inputs if takes and one.wire.step in near))
         for step in plan.steps
     )
     steps = tuple(
-        replace(step, near_outputs={step.outputs[0].name: near[step.name]}) if step.name in near else step
+        replace(step, device_outputs={step.outputs[0].name: near[step.name]}) if step.name in near else step
         for step in steps
     )
     workers = tuple(replace(one, device=DEVICE, device_arena_bytes=arena_bytes) for one in plan.workers)
@@ -82,7 +82,7 @@ def small(harness: SchedulerHarness) -> msg.Value:
     return msg.Value("tensor", "uint8", (1,), data=b"a")
 
 
-def answer_near(harness: SchedulerHarness, step: str, unfinished: bool = True, host: bool = False) -> msg.RunBatch:
+def answer_on_device(harness: SchedulerHarness, step: str, unfinished: bool = True, host: bool = False) -> msg.RunBatch:
     """The worker that runs `step` answers with tensors on the device; with `host`, in host memory too."""
     worker = harness.worker_running(step)
     run = harness.inbox[worker].pop(0)
@@ -90,9 +90,14 @@ def answer_near(harness: SchedulerHarness, step: str, unfinished: bool = True, h
     for position in range(len(run.items)):
         at = position * SIZE_BYTES, SIZE_BYTES
         ready = run.ready.place(0, EVENT_BYTES) if run.ready is not None and unfinished else None
-        place = run.room[0].place(*at) if host else None
+        place = run.output_blocks[0].place(*at) if host else None
         value = msg.Value(
-            "tensor", "uint8", (SIZE_BYTES,), place=place, near=run.near_room[0].place(*at), ready=ready
+            "tensor",
+            "uint8",
+            (SIZE_BYTES,),
+            place=place,
+            device_place=run.device_output_blocks[0].place(*at),
+            ready=ready,
         )  # fmt: skip
         results.append(msg.ItemResult((value,)))
     ran = (msg.StepRun(1.0, 1, len(run.items)),)

@@ -48,7 +48,7 @@ def items(*values: Any) -> msg.Value:
 
 def plain(value: msg.Value) -> Any:
     """Decode an inline value or list; return a placed or streamed value unchanged."""
-    if value.place is not None or value.near is not None or value == msg.PIECES:
+    if value.place is not None or value.device_place is not None or value == msg.PIECES:
         return value
     return [plain(one) for one in value.items] if value.items is not None else peek(value)
 

@@ -21,9 +21,9 @@ from itertools import count
 
 import msgspec
 
+from tests.engine.device_world import UNSEEN, UNSEEN_AND_BEGUN, DeviceWorld, with_devices
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
-from tests.engine.near_world import UNSEEN, UNSEEN_AND_BEGUN, NearWorld, with_devices
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -49,7 +49,7 @@ KILLS_STREAMING_MAX = 5
 
 ITS_OWN = frozenset(
     {"open", "attach", "beat", "resize", "rest", "woken", "work", "finish", "release", "settle", "fetch", "fetched"}
-    | {"round", "room", "took"}
+    | {"round", "buffer", "took"}
 )
 """What a worker does itself, and does not when it hangs; all else befalls it."""
 
@@ -67,7 +67,7 @@ class World:
         self.plan = with_devices(with_idleness(with_memory(random_plan(self.rng), seed), seed), seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
-        self.near = NearWorld(self.plan, seed)
+        self.gpus = DeviceWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
         self.clock = ManualClock()
         self.requests = requests
@@ -83,7 +83,7 @@ class World:
         self.endless: set[int] = set()  # at a batch for ever, and their hearts beat
         self.loads_until: dict[int, float] = {}  # silent, until they have woken a step
         self.inbox: dict[int, list[msg.RunBatch]] = {}
-        self.waiting_room: dict[int, msg.RunBatch] = {}
+        self.waiting_for_buffer: dict[int, msg.RunBatch] = {}
         self.waiting_device: set[int] = set()
         self.fetching: dict[int, msg.Fetch] = {}  # which waits for room
         self.cancelled: dict[int, set[int]] = {}
@@ -172,7 +172,7 @@ class World:
             settled
             and self.scheduler.idle()
             and not self.unsaid
-            and self.near.quiet()
+            and self.gpus.quiet()
             and not any(what[0] == "deliver" for _, _, what in self.todo)
         )
 
@@ -203,7 +203,7 @@ class World:
         events, self.unsaid = [*self.unsaid, event], []
         for one in events:
             if isinstance(one, ev.FromWorker) and isinstance(one.message, msg.AttachFailed):
-                self.near.on_message(one.worker, one.message)
+                self.gpus.on_message(one.worker, one.message)
         self.obey(self.scheduler.on_all(events, self.now))
         self.check()
 
@@ -286,7 +286,7 @@ class World:
             self.on_die(worker, arena)
             return
         self.say(worker, arena, msg.Hello(1, WORKER_ARENA_BYTES))
-        up = self.near.up(worker)
+        up = self.gpus.up(worker)
         if up is not None:
             self.say(worker, arena, up)
         self.later(("die" if self.deadly and self.rng.random() < 0.1 else "open", worker, arena))
@@ -302,14 +302,14 @@ class World:
         self.ready.add(worker)
         self.say(worker, arena, msg.Ready({}, {step.name: 2.0 for step in self.plan.steps if self.rng.random() < 0.3}))
         self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
-        self.at(self.now + self.near.attach_ms(), ("attach", worker, arena))
+        self.at(self.now + self.gpus.attach_ms(), ("attach", worker, arena))
         if self.deadly and self.rng.random() < 0.3:
             self.later(("die", worker, arena), 300)
 
     def on_attach(self, worker: int, arena: int) -> None:
         """Attach the arenas announced to a worker."""
         if self.arena_of.get(worker) == arena and worker in self.ready:
-            for message in self.near.tell(worker):
+            for message in self.gpus.tell(worker):
                 self.say(worker, arena, message)
 
     def on_beat(self, worker: int, arena: int) -> None:
@@ -351,7 +351,7 @@ class World:
         for held in (
             self.arena_of,
             self.inbox,
-            self.waiting_room,
+            self.waiting_for_buffer,
             self.fetching,
             self.streams,
             self.chains,
@@ -360,7 +360,7 @@ class World:
         ):
             held.pop(worker, None)  # type: ignore[attr-defined]
         self.kv.die(worker)
-        self.near.die(worker)
+        self.gpus.die(worker)
         self.waiting_device.discard(worker)
         self.ready.discard(worker)
         self.wedged.discard(worker)
@@ -384,7 +384,7 @@ class World:
         """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
         if self.arena_of.get(worker) != arena or not self.inbox.get(worker):
             return
-        if worker in self.waiting_room or worker in self.waiting_device:
+        if worker in self.waiting_for_buffer or worker in self.waiting_device:
             return
         if worker in self.fetching:
             self.later(("work", worker, arena))
@@ -398,7 +398,7 @@ class World:
             self.say(worker, arena, msg.Suspected(message.dispatch, digests))
         if self.dies_of(worker, arena, message.step, [item.id for item in message.items]):
             return
-        if self.near.strikes(message):
+        if self.gpus.strikes(message):
             self.on_die(worker, arena)
             return
         if self.deadly and self.rng.random() < 0.01:
@@ -406,9 +406,9 @@ class World:
             hung.add(worker)
             return
         if self.rng.random() < 0.3:
-            self.waiting_room[worker] = message
+            self.waiting_for_buffer[worker] = message
             huge = self.rng.random() < 0.05
-            self.say(worker, arena, msg.BufferRequest(((1 << 20) if huge else 20_000,), self.near.need(worker)))
+            self.say(worker, arena, msg.BufferRequest(((1 << 20) if huge else 20_000,), self.gpus.need(worker)))
             return
         self.finish(worker, arena, message, None)
 
@@ -425,16 +425,16 @@ class World:
                 return True
         return False
 
-    def on_finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
+    def on_finish(self, worker: int, arena: int, message: msg.RunBatch, buffer: msg.OutputBuffer | None) -> None:
         if self.arena_of.get(worker) == arena:
             self.waiting_device.discard(worker)
-            self.finish(worker, arena, message, room)
+            self.finish(worker, arena, message, buffer)
 
-    def finish(self, worker: int, arena: int, message: msg.RunBatch, room: msg.OutputBuffer | None) -> None:
-        unfinished = self.near.leaves_unfinished(message)
-        if not unfinished and self.near.waits(worker, "run", message.dispatch):  # for its device, and that for another
+    def finish(self, worker: int, arena: int, message: msg.RunBatch, buffer: msg.OutputBuffer | None) -> None:
+        unfinished = self.gpus.leaves_unfinished(message)
+        if not unfinished and self.gpus.waits(worker, "run", message.dispatch):  # for its device, and that for another
             self.waiting_device.add(worker)
-            self.later(("finish", worker, arena, message, room))
+            self.later(("finish", worker, arena, message, buffer))
             return
         self.inbox[worker].pop(0)
         if self.rng.random() < 0.01:  # an answer to something else first: the scheduler kills it for that
@@ -444,27 +444,29 @@ class World:
         stages = chain.stages if chain else (msg.Stage(message.step, ()),)
         results: list[msg.ItemResult | msg.Failure] = []
         for position, item in enumerate(message.items):
-            if not self.near.sees(worker, item):
+            if not self.gpus.sees(worker, item):
                 results.append(self.unseen(message.step, item, [stage.step for stage in stages] if chain else []))
                 continue
-            if self.rng.random() < 0.1 or (room is not None and room.refused):
+            if self.rng.random() < 0.1 or (buffer is not None and buffer.refused):
                 results.append(msg.Failure("StepError", "drawn", self.rng.randrange(len(stages))))
                 continue
             ports = chain.returns if chain else [(0, at) for at in range(len(self.plan.steps[message.step].outputs))]
             results.append(
                 msg.ItemResult(
-                    tuple(self.value(stages[s].step, at, item, position, message, room, unfinished) for s, at in ports)
+                    tuple(
+                        self.value(stages[s].step, at, item, position, message, buffer, unfinished) for s, at in ports
+                    )
                 )
             )
         ran = tuple(msg.StepRun(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
         short = self.rng.random() < 0.02
         if unfinished:
-            self.near.left_unfinished(worker, message)
-            self.later(("release", worker, arena, message.dispatch), self.near.release_ms)
-            if self.near.falls():
+            self.gpus.left_unfinished(worker, message)
+            self.later(("release", worker, arena, message.dispatch), self.gpus.release_ms)
+            if self.gpus.falls():
                 self.later(("die", worker, arena), 40)
         else:
-            self.near.ended(worker, "run", message.dispatch)
+            self.gpus.ended(worker, "run", message.dispatch)
         out_of_memory = len(message.items) if short else 0
         self.say(worker, arena, msg.BatchDone(message.dispatch, tuple(results), ran, 0, out_of_memory, unfinished))
         if self.rng.random() < 0.02:  # the same once more
@@ -476,15 +478,15 @@ class World:
         """A device has done what its worker left unfinished, unless that waits for others."""
         if self.arena_of.get(worker) != arena:
             return
-        if not self.near.fire(worker, dispatch):
+        if not self.gpus.fire(worker, dispatch):
             self.later(("release", worker, arena, dispatch))
             return
-        wrong = 1000 if self.near.rng.random() < 0.01 else 0
+        wrong = 1000 if self.gpus.rng.random() < 0.01 else 0
         self.say(worker, arena, msg.Released((dispatch + wrong,)))
 
     def on_settle(self, worker: int, arena: int, token: int) -> None:
         if self.arena_of.get(worker) == arena:
-            self.near.settle(token)
+            self.gpus.settle(token)
             self.say(worker, arena, msg.Settled(token))
 
     def unseen(self, step: int, item: msg.Item, chain: list[int]) -> msg.Failure:
@@ -497,24 +499,24 @@ class World:
         """A worker copies what others cannot see: it asks for room, and answers when the device is done with it."""
         if self.arena_of.get(worker) != arena:
             return
-        busy = worker in self.waiting_room or worker in self.waiting_device or worker in self.fetching
-        if busy or self.near.waits(worker, "fetch", message.token):
+        busy = worker in self.waiting_for_buffer or worker in self.waiting_device or worker in self.fetching
+        if busy or self.gpus.waits(worker, "fetch", message.token):
             self.later(("fetch", worker, arena, message))
             return
         self.fetching[worker] = message
         self.say(worker, arena, msg.BufferRequest(tuple(value.size_bytes for value in message.values)))
 
-    def on_fetched(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
+    def on_fetched(self, worker: int, arena: int, buffer: msg.OutputBuffer) -> None:
         if self.arena_of.get(worker) != arena or worker not in self.fetching:
             return
         message = self.fetching.pop(worker)
-        self.near.ended(worker, "fetch", message.token)
-        wrong = 1000 if self.near.rng.random() < 0.01 else 0
+        self.gpus.ended(worker, "fetch", message.token)
+        wrong = 1000 if self.gpus.rng.random() < 0.01 else 0
         values = tuple(
             msg.Value(value.kind, value.dtype, value.shape, place=block.place(0, value.size_bytes))
-            for value, block in zip(message.values, room.blocks)
+            for value, block in zip(message.values, buffer.blocks)
         )
-        self.say(worker, arena, msg.Fetched(message.token + wrong, values, room.refused))
+        self.say(worker, arena, msg.Fetched(message.token + wrong, values, buffer.refused))
 
     def json(self) -> msg.Value:
         return msg.Value("json", data=msgspec.msgpack.encode(self.rng.random() < 0.5))
@@ -526,37 +528,43 @@ class World:
         item: msg.Item,
         position: int,
         message: msg.RunBatch,
-        room: msg.OutputBuffer | None,
+        buffer: msg.OutputBuffer | None,
         unfinished: bool = False,
     ) -> msg.Value:
         type = self.plan.steps[step].outputs[port].type
         if type.kind == "list":
             each = [
-                self.near.value(step, port, message, position, room, unfinished)
-                or self.leaf(step, port, item, position, message, room)
+                self.gpus.value(step, port, message, position, buffer, unfinished)
+                or self.leaf(step, port, item, position, message, buffer)
                 for _ in range(self.rng.choice((0, 1, 2, 6)))
             ]
             return msg.Value("list", items=tuple(each))
         if type.kind == "json":
             return self.json()
-        near = self.near.value(step, port, message, position, room, unfinished)
-        return near or self.leaf(step, port, item, position, message, room)
+        on_device = self.gpus.value(step, port, message, position, buffer, unfinished)
+        return on_device or self.leaf(step, port, item, position, message, buffer)
 
     def leaf(
-        self, step: int, port: int, item: msg.Item, position: int, message: msg.RunBatch, room: msg.OutputBuffer | None
+        self,
+        step: int,
+        port: int,
+        item: msg.Item,
+        position: int,
+        message: msg.RunBatch,
+        buffer: msg.OutputBuffer | None,
     ) -> msg.Value:
         draw = self.rng.random()
-        passed = [value for value in item.inputs if value.place is not None or value.near is not None]
+        passed = [value for value in item.inputs if value.place is not None or value.device_place is not None]
         if self.deadly and draw < 0.005:
             return msg.Value("bytes", place=Place(1, 0, 1 << 17, 0, 1))  # memory it does not hold
         if draw < 0.3 and passed:
             return self.rng.choice(passed)
-        if port in message.room and draw < 0.7:
-            block = message.room[port]
+        if port in message.output_blocks and draw < 0.7:
+            block = message.output_blocks[port]
             size = block.size_bytes // len(message.items)
             return msg.Value("bytes", place=block.place(position * size, size))
-        if room is not None and room.blocks and draw < 0.9:
-            return msg.Value("bytes", place=room.blocks[0].place(0, 20_000))
+        if buffer is not None and buffer.blocks and draw < 0.9:
+            return msg.Value("bytes", place=buffer.blocks[0].place(0, 20_000))
         return msg.Value("bytes", data=b"y")
 
     def on_round(self, worker: int, arena: int) -> None:
@@ -579,10 +587,10 @@ class World:
             if item.id in self.cancelled[worker]:
                 held.remove(entry)
                 pieces.append(msg.OutputChunk(item.id, {}, True, msg.Failure("RequestCancelled", "dropped")))
-            elif not self.near.sees(worker, item):
+            elif not self.gpus.sees(worker, item):
                 held.remove(entry)
                 pieces.append(msg.OutputChunk(item.id, {}, True, self.unseen(step, item, [])))
-            elif item.id in self.paused[worker] or self.near.waits(worker, "item", item.id):
+            elif item.id in self.paused[worker] or self.gpus.waits(worker, "item", item.id):
                 continue
             elif self.rng.random() < (0.4 if self.fed.get(item.id, -1) < 0 else 0.1):  # a few end before their input
                 held.remove(entry)
@@ -596,7 +604,7 @@ class World:
                 pieces.append(msg.OutputChunk(item.id, {0: msg.Value("text", data=str(count).encode())}))
         for piece in pieces:
             if piece.last:
-                self.near.ended(worker, "item", piece.item)
+                self.gpus.ended(worker, "item", piece.item)
         self.say(worker, arena, msg.OutputChunks(step, tuple(pieces), 1.0))
         if self.streams.get(worker):
             self.later(("round", worker, arena))
@@ -632,16 +640,16 @@ class World:
                     self.cancelled[worker], self.paused[worker] = set(), set()
                     self.kv.start(worker)
                     self.idle.start(worker)
-                    self.near.start(worker)
+                    self.gpus.start(worker)
                     self.later(("hello", worker, command.arena))
                 case ev.ShareArena():
-                    self.near.share(command.worker, command.arena)
+                    self.gpus.share(command.worker, command.arena)
                     for other, incarnation in self.arena_of.items():
-                        self.at(self.now + self.near.attach_ms(), ("attach", other, incarnation))
+                        self.at(self.now + self.gpus.attach_ms(), ("attach", other, incarnation))
                 case ev.KillWorker():
                     if command.worker in self.loads_until and "no heartbeat" in command.why:
                         raise AssertionError(f"worker {command.worker} is taken for lost and wakes a step")
-                    self.near.condemn(command.worker)
+                    self.gpus.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
                 case ev.Finish():
                     self.end(command.request, "ok")
@@ -662,7 +670,7 @@ class World:
             self.check_items(worker, message)
         match message:
             case msg.RunBatch():
-                self.near.sent(worker, message)
+                self.gpus.sent(worker, message)
                 self.inbox[worker].append(message)
                 if len(self.inbox[worker]) > 2:
                     raise AssertionError("more than two dispatches with one worker")
@@ -673,7 +681,7 @@ class World:
             case msg.Submit():
                 self.streams[worker].extend((message.step, item) for item in message.items)
                 for item in message.items:
-                    self.near.submitted(worker, item)
+                    self.gpus.submitted(worker, item)
                     self.given[item.id] = 0
                     self.fed[item.id] = 0 if msg.PIECES in item.inputs else -1
                 self.later(("round", worker, arena))
@@ -681,13 +689,13 @@ class World:
                 self.check_feed(worker, message)
                 self.later(("took", worker, arena, tuple(piece.item for piece in message.pieces), message.step), 100)
             case msg.Settle():
-                self.near.asked(worker, message.token)
-                if self.near.rng.random() < 0.95:
+                self.gpus.asked(worker, message.token)
+                if self.gpus.rng.random() < 0.95:
                     self.later(("settle", worker, arena, message.token), 200)
             case msg.UseHostOutputs():
-                self.near.give_on_host(worker)
+                self.gpus.give_on_host(worker)
             case msg.Fetch():
-                self.near.fetches(worker, message)
+                self.gpus.fetches(worker, message)
                 self.later(("fetch", worker, arena, message))
             case msg.KvResize():
                 self.later(("resize", worker, arena, message), 3000)
@@ -705,10 +713,10 @@ class World:
                 if worker in self.fetching:
                     self.at(self.now, ("fetched", worker, arena, message))
                     return
-                running = self.waiting_room.get(worker)
-                self.near.granted(worker, message, running.dispatch if running is not None else None)
+                running = self.waiting_for_buffer.get(worker)
+                self.gpus.granted(worker, message, running.dispatch if running is not None else None)
                 if running is not None:  # later, as an answer always is: never inside the scheduler's own turn
-                    self.at(self.now, ("room", worker, arena, message))
+                    self.at(self.now, ("buffer", worker, arena, message))
             case msg.EndSequences():
                 for id in message.sequences:
                     self.sequence_of.pop((message.step, id), None)
@@ -716,9 +724,9 @@ class World:
     def on_took(self, worker: int, arena: int, items: tuple[int, ...], step: int) -> None:
         self.say(worker, arena, msg.ChunkRead(step, items))
 
-    def on_room(self, worker: int, arena: int, room: msg.OutputBuffer) -> None:
-        if self.arena_of.get(worker) == arena and worker in self.waiting_room:
-            self.finish(worker, arena, self.waiting_room.pop(worker), room)
+    def on_buffer(self, worker: int, arena: int, buffer: msg.OutputBuffer) -> None:
+        if self.arena_of.get(worker) == arena and worker in self.waiting_for_buffer:
+            self.finish(worker, arena, self.waiting_for_buffer.pop(worker), buffer)
 
     def end(self, request: int, how: str) -> None:
         if request in self.ended or request in self.refused:
@@ -737,7 +745,7 @@ class World:
         if isinstance(message, msg.RunBatch) and message.chain and message.chain not in self.chains[worker]:
             raise AssertionError("a worker did not receive the chain it is to run")
         for item in message.items:
-            self.near.check_sent(worker, item.inputs)
+            self.gpus.check_sent(worker, item.inputs)
             task = self.scheduler.state.live.get(item.id)
             if task is None or task.request.state != "open":
                 if item.id in self.taken_back:  # its request ended in the same turn
@@ -752,11 +760,11 @@ class World:
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
                     raise AssertionError(f"item {item.id} was sent memory that is not leased")
-            if item.brought is not None and item.brought.sequence and self.plan.steps[message.step].sequence:
-                stuck = self.sequence_of.setdefault((message.step, item.brought.sequence), worker)
-                if stuck != worker and not item.brought.start:
-                    raise AssertionError(f"sequence {item.brought.sequence} moved from worker {stuck} to {worker}")
-                self.sequence_of[(message.step, item.brought.sequence)] = worker
+            if item.metadata is not None and item.metadata.sequence and self.plan.steps[message.step].sequence:
+                stuck = self.sequence_of.setdefault((message.step, item.metadata.sequence), worker)
+                if stuck != worker and not item.metadata.start:
+                    raise AssertionError(f"sequence {item.metadata.sequence} moved from worker {stuck} to {worker}")
+                self.sequence_of[(message.step, item.metadata.sequence)] = worker
 
     def check_feed(self, worker: int, message: msg.InputChunks) -> None:
         """Check that chunks arrive at the item's worker in order, none lost, and end with the whole value."""
@@ -803,7 +811,7 @@ class World:
         if c.stale < self.stale:
             raise AssertionError(f"{self.stale} messages came too late, {c.stale} are counted")
         self.check_sources()
-        self.near.check()
+        self.gpus.check()
         for request, kills in self.kills.items():
             streams = self.plan.steps[self.killers[request]].streams
             if kills > (KILLS_STREAMING_MAX if streams else KILLS_MAX):

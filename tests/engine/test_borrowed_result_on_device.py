@@ -30,7 +30,7 @@ def test_what_is_lent_stays_whole_when_its_writer_and_its_readers_die() -> None:
     p.output("report", p.step("look", "device_steps.py:Look", x=doubled).report)
     with load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open() as session:
         runtime = session._current.runtime
-        assert session.plan.steps[1].near_outputs == {"y": "both"}
+        assert session.plan.steps[1].device_outputs == {"y": "both"}
 
         async def lends() -> None:
             with await session.borrow({"x": [3, SIZE]}, RequestOptions()) as lent:

@@ -36,7 +36,9 @@ def test_unattachable_values_are_fetched_and_later_ones_use_host_memory(
     ):
         runtime = session._current.runtime
         assert ask(session, x=[2, SIZE])["report"] == 2.0 * SIZE  # type: ignore[index]
-        assert session.stats()["device_sharing"]["make"]["rung"] == "descriptor" and session.health().summary == ""
+        assert (
+            session.stats()["device_sharing"]["make"]["share_mode"] == "descriptor" and session.health().summary == ""
+        )
         # A new `make` shares its memory while `look` is busy: it is not known yet that `look` cannot attach it.
         for what in ("hold", "closed"):
             (folders["look"] / what).touch()
@@ -60,7 +62,7 @@ def test_unattachable_values_are_fetched_and_later_ones_use_host_memory(
         for thread in (first, second):
             thread.join(60)
         assert {value: one["report"] for value, one in answers.items()} == {3: 3.0 * SIZE, 4: 4.0 * SIZE}
-        assert session.stats()["device_sharing"]["make"]["rung"] == "host"
+        assert session.stats()["device_sharing"]["make"]["share_mode"] == "host"
         assert session.health().ready and session.health().summary == "through host memory: make"
         assert session.stats()["worker_deaths"] == 1 and session.stats()["retried"] == 0
         moved = session.stats()["device_moved_bytes"]

@@ -11,7 +11,7 @@ import pytest
 
 from weftline.nodes.contract import Batch
 from weftline.nodes.device_tensors import as_array
-from weftline.shm.device.opening import open_driver
+from weftline.shm.device.driver import open_driver
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import STAND_INS, TensorSpec
 

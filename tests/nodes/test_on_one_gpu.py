@@ -60,7 +60,7 @@ def test_tensors_between_steps_stay_on_the_gpu_and_change_no_answer(tmp_path: Pa
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "shapes.yaml").write_text(PIPELINE)
     loaded = weftline.load(tmp_path / "shapes.yaml", machine=Machine(2, 4 << 30, (Device("fake:0", 8 << 30),)))
-    lies = {step.name: (step.near_inputs, dict(step.near_outputs)) for step in loaded.plan.steps}
+    lies = {step.name: (step.device_inputs, dict(step.device_outputs)) for step in loaded.plan.steps}
     assert lies == {
         "see": ((), {}), "cut": (("image",), {"crops": "device"}),
         "scale": (("crop",), {"output": "device"}), "look": (("image",), {}),

@@ -35,7 +35,7 @@ def catalog(samples: ModuleType) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def near_catalog() -> dict[str, str]:
+def device_catalog() -> dict[str, str]:
     """Nodes that say which of their ports they take and give on their device."""
     return dict(_module("device_nodes").CATALOG)
 

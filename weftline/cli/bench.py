@@ -24,10 +24,9 @@ from weftline.cli.report import print_report
 from weftline.cli.run import check_outputs
 from weftline.cli.show import printable
 from weftline.engine.bench.arrivals import Closed, Open
-from weftline.engine.bench.hints import hints
 from weftline.engine.bench.load import bench as measure
 from weftline.engine.bench.load_generator import REQUESTS_MAX
-from weftline.engine.bench.report import Report
+from weftline.engine.bench.report import Report, hints
 from weftline.engine.bench.sample_inputs import sample_input, sample_text
 from weftline.engine.bench.trace import REQUESTS_MAX as TRACED_MAX
 from weftline.engine.bench.trace import trace

@@ -67,11 +67,18 @@ def source_file(path: str) -> Path:
     return file
 
 
-def share(maker: Process, guest: Process, arena: str, size_bytes: int, rung: str = "descriptor") -> int:
+def share(maker: Process, guest: Process, arena: str, size_bytes: int, share_mode: str = "descriptor") -> int:
     """Create an arena in one process and attach another to it; returns its true size."""
-    made = maker.ask("make", arena=arena, size_bytes=size_bytes, rung=rung)
+    made = maker.ask("make", arena=arena, size_bytes=size_bytes, share_mode=share_mode)
     try:
-        guest.ask("attach", made["fds"], arena=arena, size_bytes=made["size_bytes"], rung=rung, handle=made["handle"])
+        guest.ask(
+            "attach",
+            made["fds"],
+            arena=arena,
+            size_bytes=made["size_bytes"],
+            share_mode=share_mode,
+            handle=made["handle"],
+        )
     finally:
         for fd in made["fds"]:
             os.close(fd)

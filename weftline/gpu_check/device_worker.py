@@ -23,9 +23,8 @@ from weftline.gpu_check.kernels import Kernels, open_kernels
 from weftline.gpu_check.processes import LOST_CODE, CheckSocket
 from weftline.shm.arena import HostArena
 from weftline.shm.device.arena import DeviceArena
-from weftline.shm.device.driver import DriverError, GpuDriver
+from weftline.shm.device.driver import DriverError, GpuDriver, open_driver
 from weftline.shm.device.names import index_of, is_fake
-from weftline.shm.device.opening import open_driver
 
 BANK_BYTES = 1 << 20
 STEP_BYTES = 976
@@ -117,16 +116,21 @@ class DeviceWorker:
         free, total = self.driver.memory()
         return {"open_ms": _ms_since(started), "free": free, "total": total}, []
 
-    def do_make(self, arena: str, size_bytes: int, rung: str = "descriptor") -> Answer:
+    def do_make(self, arena: str, size_bytes: int, share_mode: str = "descriptor") -> Answer:
         """Make an arena and send what others attach to it by."""
-        made = self.arenas[arena] = DeviceArena.create(self.driver, size_bytes, rung)
+        made = self.arenas[arena] = DeviceArena.create(self.driver, size_bytes, share_mode)
         return {"size_bytes": made.size_bytes, "handle": made.handle.hex()}, [made.fd] if made.fd >= 0 else []
 
     def do_attach(
-        self, arena: str, size_bytes: int, rung: str = "descriptor", handle: str = "", fds: list[int] | None = None
+        self,
+        arena: str,
+        size_bytes: int,
+        share_mode: str = "descriptor",
+        handle: str = "",
+        fds: list[int] | None = None,
     ) -> Answer:
         fd = fds.pop() if fds else -1
-        made = DeviceArena.attach(self.driver, size_bytes, rung, fd, bytes.fromhex(handle))
+        made = DeviceArena.attach(self.driver, size_bytes, share_mode, fd, bytes.fromhex(handle))
         self.arenas[arena] = made
         return {"writable_by_necessity": made.writable_by_necessity}, []
 

@@ -67,8 +67,8 @@ class Arena:
     handles: list[str]
 
     @classmethod
-    def made_by(cls, writer: Process, number: int, rung: str = "descriptor") -> Arena:
-        made = writer.ask("make", arena=f"a{number}", size_bytes=ARENA_BYTES, rung=rung)
+    def made_by(cls, writer: Process, number: int, share_mode: str = "descriptor") -> Arena:
+        made = writer.ask("make", arena=f"a{number}", size_bytes=ARENA_BYTES, share_mode=share_mode)
         handles = writer.ask("make_events", count=EVENTS)["handles"]
         writer.ask("put_bank")
         return cls(number, made["size_bytes"], made["fds"], made["handle"], handles)

@@ -14,29 +14,29 @@ from weftline.gpu_check.context import MIB, CheckContext, same, share
 from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, judged, spread
 from weftline.gpu_check.processes import DriverRefused
 
-RUNGS = ("descriptor", "handle")
+SHARE_MODES = ("descriptor", "handle")
 
 
 def check_share(context: CheckContext) -> dict[str, Any]:
-    """V1: what one process writes, another reads, on every rung of the ladder that the driver offers."""
+    """V1: what one process writes, another reads, in every share mode that the driver supports."""
     size = (4 if context.quick else 256) * MIB
     figures: dict[str, Any] = {}
     with context.group() as group:
         maker, guest = group.start("the maker"), group.start("the guest")
         guest.ask("open")
-        for rung in RUNGS:
+        for share_mode in SHARE_MODES:
             try:
-                true_size = share(maker, guest, rung, size, rung)
+                true_size = share(maker, guest, share_mode, size, share_mode)
             except DriverRefused as error:
-                if rung == "descriptor":
+                if share_mode == "descriptor":
                     raise
-                figures[f"rung {rung}"] = f"not offered: {error}"
+                figures[f"share mode {share_mode}"] = f"not offered: {error}"
                 continue
             for at, seed in ((0, 1), (true_size - MIB, 2), (true_size // 2, 3), (0, 4)):
-                written = maker.ask("fill", arena=rung, offset=at, size_bytes=MIB, seed=seed)["checksum"]
-                found = guest.ask("checksum", arena=rung, offset=at, size_bytes=MIB)["checksum"]
-                same(f"rung {rung}, 1 MiB at {at}", written, found)
-            figures[f"rung {rung}"] = f"{true_size // MIB} MiB read as written"
+                written = maker.ask("fill", arena=share_mode, offset=at, size_bytes=MIB, seed=seed)["checksum"]
+                found = guest.ask("checksum", arena=share_mode, offset=at, size_bytes=MIB)["checksum"]
+                same(f"share mode {share_mode}, 1 MiB at {at}", written, found)
+            figures[f"share mode {share_mode}"] = f"{true_size // MIB} MiB read as written"
     return figures
 
 

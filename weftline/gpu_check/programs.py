@@ -83,7 +83,10 @@ def check_memory_accesses(context: CheckContext) -> dict[str, Any]:
         "--only", "share", "leases", "hops",
     ]  # fmt: skip
     watched = ["--tool", "memcheck", "--target-processes", "all", "--error-exitcode", str(SANITIZER_CODE)]
-    watched += ["--report-api-errors", "no"]  # a driver may refuse what is tried: a rung, or locking read-only memory
+    watched += [
+        "--report-api-errors",
+        "no",
+    ]  # a driver may refuse a share mode, or locking read-only memory
     try:
         code, said = run_limited([tool, *watched, *ours], max(context.left_s, 1))
     except TimeoutError:

@@ -261,8 +261,8 @@ def _step(
         run_max_ms=min(step.run_max_ms * calls, RUN_MAX_MS),
         conditional=False,
         reserved=0,
-        near_inputs=(),  # columns are in host memory
-        near_outputs={},
+        device_inputs=(),  # columns are in host memory
+        device_outputs={},
     )
 
 

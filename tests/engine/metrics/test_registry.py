@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -11,13 +12,14 @@ from typing import Any
 
 import prometheus_client
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engine.fire import wait_until
-from tests.engine.metrics.made import record, timing
-from tests.engine.metrics.test_snapshots import LLM, FakeSession
-from weftline.engine.metrics.registry import CONTENT_TYPE, Metrics
+from tests.engine.metrics.made import install_nvml, record, timing
+from tests.engine.metrics.test_snapshots import LLM, PIDS, FakeSession
+from weftline.engine.metrics import series
+from weftline.engine.metrics.registry import Metrics, exposition
+from weftline.engine.metrics.requests import Histogram, Sample
 from weftline.engine.session import Session, load
 from weftline.errors import SessionClosed
 from weftline.pipelines.spec.builder import Builder
@@ -56,20 +58,6 @@ def test_a_running_pipeline_is_shown(session: Session) -> None:
         assert scraped["weftline_worker_cpu_seconds_total", "shout", worker] > 0
     assert scraped["process_resident_memory_bytes",] > 1 << 20
     assert any(key[0] == "weftline_build_info" and "1.2.3" in key for key in scraped)
-
-
-def test_openmetrics_is_written_for_those_who_ask() -> None:
-    metrics = Metrics(lambda: {"ocr": FakeSession({"answer": {"answer": LLM}})}, callers=("line-3",))
-    metrics(record(caller="line-3", first_ms=3.0, pieces=3, timings=(timing(),)))
-    text, content_type = metrics.render_for("application/openmetrics-text; version=1.0.0, text/plain;q=0.5")
-    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
-    families = {family.name: family for family in read_openmetrics(text.decode())}
-    assert families["weftline_requests"].type == "counter"
-    assert families["vllm:num_requests_running"].samples[0].value == 3
-    assert families["weftline_step_run_seconds"].type == "histogram"
-    text, content_type = metrics.render_for("*/*")
-    assert content_type == CONTENT_TYPE == metrics.content_type
-    assert b"# TYPE weftline_requests_total counter" in text
 
 
 def test_a_session_that_cannot_be_read_does_not_hide_the_others() -> None:
@@ -154,3 +142,51 @@ def test_a_language_model_is_shown_in_vllms_series(warm: None) -> None:
     assert shown["vllm:request_generation_tokens_sum", "chat"] == 8
     assert shown["vllm:time_to_first_token_seconds_count", "chat"] == 1
     assert ("weftline_node_figure", "rounds_total", "chat", "answer", "answer") in shown
+
+
+def parsed(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(text)
+    return {(one.name, frozenset(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_labels_hold_any_text() -> None:
+    label = 'a "quoted" \\ back\nline, {braces} \u00e9'
+    samples: list[Sample] = [(series.MODEL_READY, (label,), 1.0)]
+    assert parsed(exposition(series.ALL, samples)) == {("weftline_model_ready", frozenset({("model", label)})): 1.0}
+
+
+def test_a_histogram_has_its_buckets_their_sum_and_their_count() -> None:
+    histogram = Histogram(series.STEP_BATCH.bounds)
+    for value in (1, 4, 4, 1000):
+        histogram.add(value)
+    text = exposition(series.ALL, [(series.STEP_BATCH, ("ocr", "see"), histogram)])
+    of = {"model": "ocr", "step": "see"}
+    read = parsed(text)
+
+    def at(name: str, **more: str) -> float:
+        return read[name, frozenset({**of, **more}.items())]
+
+    assert [at("weftline_step_batch_items_bucket", le=le) for le in ("1.0", "2.0", "4.0", "256.0", "+Inf")] == [
+        1,
+        1,
+        3,
+        3,
+        4,
+    ]
+    assert (at("weftline_step_batch_items_sum"), at("weftline_step_batch_items_count")) == (1009, 4)
+
+
+def test_every_series_is_written_with_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch)
+    session = FakeSession({"answer": {"answer": LLM}})
+    metrics = Metrics(lambda: {"ocr": session}, callers=("line-3",), ingress=lambda: PIDS)
+    usage = {"prompt_tokens": 100, "completion_tokens": 20}
+    for at in range(20):
+        metrics(record(f"m{at % 3}", caller="line-3", timings=(timing(), timing("read", "failed"))))
+        metrics(record("chat", first_ms=5.0, pieces=3, usage=usage))
+    samples = metrics._samples()
+    text = exposition(series.ALL, samples)
+    families = list(text_string_to_metric_families(text))
+    assert len(parsed(text)) > 300 and not any(math.isnan(value) for value in parsed(text).values())
+    kinds = {one.name.removesuffix("_total") if one.kind == "counter" else one.name: one.kind for one in series.ALL}
+    assert {family.name: family.type for family in families} == kinds

@@ -8,8 +8,7 @@ import pytest
 
 from tests.engine.metrics.made import record, timing
 from weftline.engine.metrics import requests, series
-from weftline.engine.metrics.histogram import Histogram
-from weftline.engine.metrics.requests import RequestMetrics
+from weftline.engine.metrics.requests import Histogram, RequestMetrics
 from weftline.engine.metrics.series import Series
 
 
@@ -126,3 +125,24 @@ def test_what_was_read_stays_as_it_was() -> None:
     before = list(sums.samples())
     sums.take(record(timings=(timing(),)))
     assert next(value for one, _, value in before if one is series.DURATION).count == 1  # type: ignore[union-attr]
+
+
+def test_a_value_belongs_to_the_first_bound_that_is_not_below_it() -> None:
+    histogram = Histogram((1.0, 2.0, 5.0))
+    for value in (0.5, 1.0, 1.5, 5.0, 7.0):
+        histogram.add(value)
+    assert histogram.cumulative == [2, 3, 4, 5]
+    assert (histogram.count, histogram.sum) == (5, 15.0)
+
+
+def test_a_value_may_count_many_times() -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(0.5, times=10)
+    assert (histogram.count, histogram.sum) == (10, 5.0)
+
+
+def test_a_copy_stays_as_it_was() -> None:
+    histogram = Histogram((1.0,))
+    copy = histogram.copy()
+    histogram.add(0.5)
+    assert (copy.count, copy.sum) == (0, 0.0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.metrics.made import install_nvml, record, timing
 from weftline.engine.metrics import series
-from weftline.engine.metrics.processes import ProcessUsage
 from weftline.engine.metrics.registry import Metrics
-from weftline.engine.metrics.snapshots import samples
+from weftline.engine.metrics.snapshots import ProcessUsage, samples, usage_of
 from weftline.engine.runtime.health import Health
 
 LLM = {
@@ -156,3 +158,26 @@ def test_every_series_has_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics(record(caller="line-3", first_ms=1.0, pieces=2, usage=usage, timings=(timing(),)))
     shown = {one.name for one, _, _ in metrics._samples()}
     assert {one.name for one in series.ALL} - shown == set()
+
+
+def test_a_process_is_seen_with_its_memory_processor_time_and_descriptors() -> None:
+    before = usage_of(os.getpid())
+    assert before is not None and before.descriptors is not None
+    kept = [Path(os.devnull).open() for _ in range(5)]  # noqa: SIM115
+    filled = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never the heap's freed pages
+    for page in range(0, len(filled), mmap.PAGESIZE):
+        filled[page] = 1
+    until_s = time.process_time() + 0.1
+    while time.process_time() < until_s:
+        pass
+    after = usage_of(os.getpid())
+    for one in kept:
+        one.close()
+    assert after is not None and after.descriptors == before.descriptors + 5
+    assert after.resident_bytes - before.resident_bytes > 32 << 20
+    assert 0.05 <= after.cpu_s - before.cpu_s < 5
+    filled.close()
+
+
+def test_nothing_is_said_of_a_process_that_is_not_there() -> None:
+    assert usage_of(2**22 + 1) is None

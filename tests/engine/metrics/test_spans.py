@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.engine.metrics.made import STARTED_NS, record, timing
 from weftline.engine.metrics.reference import REQUEST_SPAN, STEP_SPAN
-from weftline.engine.metrics.spans import SPANS_MAX, TEXT_MAX, spans_of
+from weftline.engine.metrics.spans import SPANS_MAX, TEXT_MAX, TraceContext, parse, spans_of
 
 MS = 1_000_000
 
@@ -62,3 +64,46 @@ def test_texts_that_clients_chose_are_cut() -> None:
     span = spans_of(record("m" * 10_000, "INTERNAL", id="i" * 10_000, error="e" * 10_000))
     assert len(str(span.attributes["weftline.request_id"])) == len(span.error or "") == TEXT_MAX
     assert len(span.name) < 2 * TEXT_MAX
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+CONTEXT = TraceContext(int(TRACE, 16), int(SPAN, 16), True)
+
+
+def test_what_is_written_is_what_was_read() -> None:
+    for header in (f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00", f"00-{'0' * 31}1-{'0' * 15}1-01"):
+        assert str(parse(header)) == header
+
+
+@pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False), ("03", True), ("ff", True), ("02", False)])
+def test_only_the_lowest_flag_says_whether_it_is_recorded(flags: str, sampled: bool) -> None:
+    found = parse(f"00-{TRACE}-{SPAN}-{flags}")
+    assert found is not None and found.sampled is sampled
+
+
+def test_a_later_version_is_read_as_far_as_it_is_known() -> None:
+    assert parse(f"cc-{TRACE}-{SPAN}-01") == parse(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings") == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "nonsense",
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE}-{SPAN}-0x",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{TRACE[:-1]}-{SPAN}-01",
+        f" 00-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01\n",
+        f"00_{TRACE}_{SPAN}_01",
+        "0" * 100_000,
+    ],
+)
+def test_what_is_malformed_is_ignored(header: str) -> None:
+    assert parse(header) is None

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from tests.engine.metrics.made import STARTED_NS, record, timing
-from weftline.engine.metrics.trace_context import parse
+from weftline.engine.metrics.spans import parse
 from weftline.engine.metrics.traces import Tracing, to_collector
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -20,8 +20,8 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def up(rung: str = "descriptor", device: str = "fake:0") -> msg.DeviceUp:
-    return msg.DeviceUp(device, 4096, rung, b"h" * 64 if rung == "handle" else b"")
+def up(share_mode: str = "descriptor", device: str = "fake:0") -> msg.DeviceUp:
+    return msg.DeviceUp(device, 4096, share_mode, b"h" * 64 if share_mode == "handle" else b"")
 
 
 def test_an_arena_is_announced_with_its_id_and_closed_when_removed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.on_device import ARENA_BYTES as NEAR_BYTES
+from tests.engine.on_device import ARENA_BYTES as DEVICE_BYTES
 from tests.engine.on_device import on_device
 from tests.engine.scheduler_harness import ARENA_BYTES, SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
@@ -97,7 +97,7 @@ def device_harness(near: str = "device", ordering: str = "host", share_mode: str
     x = p.input("x", "float32[N]")
     p.output("y", p.step("a", "echo", type="float32[N]", value=x, batch={"items_max": 1}).value)
     d = SchedulerHarness(on_device(plan_of(p), {"a": near}, ordering), up=False)
-    size, events = (0, ()) if share_mode == "host" else (NEAR_BYTES, (b"e" * 64,) if ordering == "event" else ())
+    size, events = (0, ()) if share_mode == "host" else (DEVICE_BYTES, (b"e" * 64,) if ordering == "event" else ())
     d.receive(0, msg.Hello(1, ARENA_BYTES))
     d.receive(0, msg.DeviceUp("fake:0", size, share_mode, events=events))
     d.receive(0, msg.Ready({}))
@@ -112,9 +112,9 @@ def given(d: SchedulerHarness, size_bytes: int = 100_000) -> msg.Value:
 def asked(d: SchedulerHarness, need: msg.BufferRequest) -> msg.OutputBuffer:
     """Return the answer to a question for room."""
     d.receive(0, need)
-    (room,) = d.sent(msg.OutputBuffer)
-    assert isinstance(room, msg.OutputBuffer)
-    return room
+    (buffer,) = d.sent(msg.OutputBuffer)
+    assert isinstance(buffer, msg.OutputBuffer)
+    return buffer
 
 
 @pytest.mark.parametrize(
@@ -125,20 +125,22 @@ def test_outputs_are_preallocated_where_the_readers_are(near: str, share_mode: s
     d = device_harness(near, share_mode=share_mode)
     d.submit(x=given(d))
     (run,) = d.sent(msg.RunBatch)
-    assert (len(run.room), len(run.near_room)) == where and run.ready is None
+    assert (len(run.output_blocks), len(run.device_output_blocks)) == where and run.ready is None
     own = d.scheduler.workers[0]
-    assert all(block.arena == own.arena for block in run.room.values())
-    assert all(block.arena == own.near_arena and not block.offset % 256 for block in run.near_room.values())
+    assert all(block.arena == own.arena for block in run.output_blocks.values())
+    assert all(
+        block.arena == own.device_arena and not block.offset % 256 for block in run.device_output_blocks.values()
+    )
 
 
 def test_with_ordering_event_a_dispatch_has_an_event_while_there_are_any() -> None:
     d = device_harness(ordering="event")  # with one event
     first, _ = (d.submit(x=given(d)) for _ in range(2))
     (run,) = d.sent(msg.RunBatch, everything=True)
-    own = d.scheduler.workers[0].near_arena
+    own = d.scheduler.workers[0].device_arena
     assert run.ready is not None and run.ready.arena == -own
-    ready, near = run.ready.place(0, 64), run.near_room[0].place(0, 100_000)
-    value = msg.Value("tensor", "float32", (25_000,), near=near, ready=ready)
+    ready, place = run.ready.place(0, 64), run.device_output_blocks[0].place(0, 100_000)
+    value = msg.Value("tensor", "float32", (25_000,), device_place=place, ready=ready)
     d.inbox[0].clear()
     d.receive(0, msg.BatchDone(run.dispatch, (msg.ItemResult((value,)),), (msg.StepRun(1.0, 1, 1),), unfinished=True))
     (following,) = d.sent(msg.RunBatch)
@@ -153,24 +155,28 @@ def test_with_ordering_event_a_dispatch_has_an_event_while_there_are_any() -> No
 def test_host_and_device_buffers_are_granted_together_or_not_at_all() -> None:
     d = device_harness()
     first = d.submit(x=given(d, 64))
-    room = asked(d, msg.BufferRequest((MOST,), (NEAR_BYTES,)))
-    assert len(room.blocks) == 1 and len(room.near) == 1
-    value = msg.Value("tensor", "float32", (MOST // 4,), place=room.blocks[0].place(0, MOST))
+    buffer = asked(d, msg.BufferRequest((MOST,), (DEVICE_BYTES,)))
+    assert len(buffer.blocks) == 1 and len(buffer.device_blocks) == 1
+    value = msg.Value("tensor", "float32", (MOST // 4,), place=buffer.blocks[0].place(0, MOST))
     d.answer("a", lambda x: value)
     d.submit(x=given(d, 64))
     held = d.scheduler.ledger.stats().leased_bytes
-    d.receive(0, msg.BufferRequest((MOST,), (NEAR_BYTES,)))  # there is room on the device, and none in host memory
+    d.receive(0, msg.BufferRequest((MOST,), (DEVICE_BYTES,)))  # there is room on the device, and none in host memory
     assert d.sent(msg.OutputBuffer) == [] and d.scheduler.ledger.stats().leased_bytes == held
     d.handle(ev.Delivered(first))
-    assert len(d.sent(msg.OutputBuffer)[0].near) == 1
+    assert len(d.sent(msg.OutputBuffer)[0].device_blocks) == 1
 
 
 @pytest.mark.parametrize(
     ("sizes", "near", "reported"),
     [
-        ((), (NEAR_BYTES + 256,), "1048832 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"),
+        ((), (DEVICE_BYTES + 256,), "1048832 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"),
         ((ARENA_BYTES + 1,), (256,), "1048577 bytes do not fit; the limit is limits.arena_bytes for each worker"),
-        ((64,), (NEAR_BYTES, 256), "1048832 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"),
+        (
+            (64,),
+            (DEVICE_BYTES, 256),
+            "1048832 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU",
+        ),
     ],
 )
 def test_what_never_fits_is_refused_by_the_name_of_its_own_limit(

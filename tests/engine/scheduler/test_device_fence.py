@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.on_device import SIZE_BYTES, answer_near, answer_small, given, hop, is_leased, row
+from tests.engine.on_device import SIZE_BYTES, answer_on_device, answer_small, given, hop, is_leased, row
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -16,7 +16,7 @@ def read_by_the_dead(ordering: str = "host", **more: object) -> tuple[SchedulerH
     """A worker died while it read what another one gave it on the device, and its work must not run twice."""
     harness = SchedulerHarness(hop(ordering, idempotent=False, **more))  # type: ignore[arg-type]
     one = harness.submit(x=given(harness))
-    run = answer_near(harness, "a", unfinished=ordering == "event")
+    run = answer_on_device(harness, "a", unfinished=ordering == "event")
     if ordering == "event":
         harness.receive(LEFT, msg.Released((run.dispatch,)))
     harness.die(RIGHT)
@@ -38,12 +38,12 @@ def test_what_a_dead_worker_read_is_free_once_the_owner_has_settled(ordering: st
 def test_nothing_new_is_leased_where_the_dead_may_still_read() -> None:
     harness, _, run = read_by_the_dead(arena_bytes=2 * SIZE_BYTES)
     (settle,) = harness.sent(msg.Settle)
-    where = run.near_room[0].offset
+    where = run.device_output_blocks[0].offset
     harness.submit(x=given(harness))
-    assert harness.inbox[LEFT][0].near_room[0].offset != where  # the other half
+    assert harness.inbox[LEFT][0].device_output_blocks[0].offset != where  # the other half
     harness.receive(LEFT, msg.Settled(settle.token))
     harness.receive(LEFT, msg.BufferRequest((), (SIZE_BYTES,)))
-    assert [block.offset for block in harness.sent(msg.OutputBuffer)[0].near] == [where]
+    assert [block.offset for block in harness.sent(msg.OutputBuffer)[0].device_blocks] == [where]
 
 
 def test_a_buffer_request_waits_for_device_fences() -> None:
@@ -52,21 +52,21 @@ def test_a_buffer_request_waits_for_device_fences() -> None:
     harness.advance((harness.scheduler.workers[RIGHT].start_ms or 0.0) - harness.now_ms + 0.001)
     harness.start_worker(RIGHT)  # nothing else is on its way
     harness.submit(x=given(harness))
-    assert not harness.inbox[LEFT][0].near_room
+    assert not harness.inbox[LEFT][0].device_output_blocks
     harness.receive(LEFT, msg.BufferRequest((), (SIZE_BYTES,)))
     assert harness.sent(msg.OutputBuffer) == []
     harness.receive(LEFT, msg.Settled(settle.token))
-    assert len(harness.sent(msg.OutputBuffer)[0].near) == 1
+    assert len(harness.sent(msg.OutputBuffer)[0].device_blocks) == 1
 
 
 def test_a_retried_task_keeps_its_inputs_beside_the_quarantine() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
-    run = answer_near(harness, "a", unfinished=False)
+    run = answer_on_device(harness, "a", unfinished=False)
     harness.die(RIGHT)
     (settle,) = harness.sent(msg.Settle)
     harness.receive(LEFT, msg.Settled(settle.token))
-    block = run.near_room[0]
+    block = run.device_output_blocks[0]
     assert is_leased(harness, (block.arena, block.offset, block.generation))
     harness.advance((harness.scheduler.workers[RIGHT].start_ms or 0.0) - harness.now_ms + 0.001)
     harness.start_worker(RIGHT)
@@ -77,7 +77,7 @@ def test_a_retried_task_keeps_its_inputs_beside_the_quarantine() -> None:
 def test_what_a_withdrawn_request_brought_there_is_kept_from_use_too() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
-    run = answer_near(harness, "a")
+    run = answer_on_device(harness, "a")
     harness.receive(LEFT, msg.Released((run.dispatch,)))
     harness.withdraw(one)
     harness.die(RIGHT)
@@ -91,9 +91,9 @@ def test_what_a_withdrawn_request_brought_there_is_kept_from_use_too() -> None:
 def test_what_it_had_answered_and_not_finished_is_kept_from_use_too() -> None:
     harness = SchedulerHarness(row("event"))
     harness.submit(x=given(harness))
-    run = answer_near(harness, "a")
+    run = answer_on_device(harness, "a")
     harness.receive(LEFT, msg.Released((run.dispatch,)))
-    answer_near(harness, "b")  # its device goes on reading what a gave
+    answer_on_device(harness, "b")  # its device goes on reading what a gave
     harness.die(RIGHT)
     assert harness.scheduler.ledger.stats().quarantined_bytes == SIZE_BYTES
     (settle,) = harness.sent(msg.Settle)
@@ -106,7 +106,7 @@ def test_what_it_had_answered_and_not_finished_is_kept_from_use_too() -> None:
 def test_an_owner_that_dies_takes_the_quarantine_with_it() -> None:
     harness, _, run = read_by_the_dead()
     harness.die(LEFT)
-    assert ev.ForgetArena(run.near_room[0].arena) in harness.commands
+    assert ev.ForgetArena(run.device_output_blocks[0].arena) in harness.commands
     assert harness.scheduler.ledger.stats().quarantined_bytes == 0
     assert harness.is_clean()
 
@@ -114,7 +114,7 @@ def test_an_owner_that_dies_takes_the_quarantine_with_it() -> None:
 def test_two_workers_dead_at_once_request_no_device_fence() -> None:
     harness = SchedulerHarness(hop("host", idempotent=False))
     harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     harness.die(LEFT)
     harness.die(RIGHT)
     assert harness.sent(msg.Settle, everything=True) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.on_device import SIZE_BYTES, TENSOR, answer_near, answer_small, given, hop, is_leased, on_device
+from tests.engine.on_device import SIZE_BYTES, TENSOR, answer_on_device, answer_small, given, hop, is_leased, on_device
 from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -17,7 +17,7 @@ from weftline.shm.lease import EVENT_BYTES
 def begun(harness: SchedulerHarness) -> tuple[int, msg.RunBatch]:
     """A request whose first step was answered, unfinished."""
     one = harness.submit(x=given(harness))
-    return one, answer_near(harness, "a")
+    return one, answer_on_device(harness, "a")
 
 
 def test_inputs_stay_leased_until_the_device_has_finished() -> None:
@@ -35,7 +35,7 @@ def test_a_block_being_written_is_not_leased_again_after_its_request_ended() -> 
     harness = SchedulerHarness(hop("event"))
     one, run = begun(harness)
     answer_small(harness, "b")
-    block, event = run.near_room[0].key, run.ready.key  # type: ignore[union-attr]
+    block, event = run.device_output_blocks[0].key, run.ready.key  # type: ignore[union-attr]
     assert one in harness.ended and is_leased(harness, block) and is_leased(harness, event)
     assert not harness.scheduler.idle()
     harness.receive(0, msg.Released((run.dispatch,)))
@@ -46,7 +46,7 @@ def test_a_block_being_written_is_not_leased_again_after_its_request_ended() -> 
 def test_with_ordering_host_there_are_no_events_and_nothing_is_kept() -> None:
     harness = SchedulerHarness(hop("host"))
     harness.submit(x=given(harness))
-    run = answer_near(harness, "a", unfinished=False)
+    run = answer_on_device(harness, "a", unfinished=False)
     assert run.ready is None and not is_leased(harness, run.items[0].inputs[0].keys[0])
     answer_small(harness, "b")
     assert harness.is_clean()
@@ -92,7 +92,7 @@ def test_a_tensor_that_is_not_finished_comes_with_its_event() -> None:
     harness = SchedulerHarness(hop("event"))
     harness.submit(x=given(harness))
     run = harness.inbox[0][0]
-    value = msg.Value("tensor", "uint8", (SIZE_BYTES,), near=run.near_room[0].place(0, SIZE_BYTES))
+    value = msg.Value("tensor", "uint8", (SIZE_BYTES,), device_place=run.device_output_blocks[0].place(0, SIZE_BYTES))
     harness.receive(
         0, msg.BatchDone(run.dispatch, (msg.ItemResult((value,)),), (msg.StepRun(1.0, 1, 1),), unfinished=True)
     )
@@ -102,7 +102,7 @@ def test_a_tensor_that_is_not_finished_comes_with_its_event() -> None:
 def test_nothing_is_left_unfinished_that_no_event_marks() -> None:
     harness = SchedulerHarness(hop("host"))
     harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=True)
+    answer_on_device(harness, "a", unfinished=True)
     assert harness.kill_reasons() == ["it reported unfinished device work without an event"]
 
 
@@ -155,9 +155,9 @@ def test_each_dispatch_has_its_time_from_the_end_of_the_one_before() -> None:
 
 def test_only_what_was_leased_for_it_must_be_marked() -> None:
     own, other, event = Block(3, 0, 512, 1), Block(4, 0, 512, 2), Block(-3, 64, EVENT_BYTES, 3)
-    marked = msg.Value("tensor", "uint8", (8,), near=own.place(0, 8), ready=event.place(0, EVENT_BYTES))
-    bare, passed_on = (msg.Value("tensor", "uint8", (8,), near=block.place(0, 8)) for block in (own, other))
-    wrong = msg.Value("tensor", "uint8", (8,), near=own.place(0, 8), ready=Block(-3, 0, 64, 4).place(0, 64))
+    marked = msg.Value("tensor", "uint8", (8,), device_place=own.place(0, 8), ready=event.place(0, EVENT_BYTES))
+    bare, passed_on = (msg.Value("tensor", "uint8", (8,), device_place=block.place(0, 8)) for block in (own, other))
+    wrong = msg.Value("tensor", "uint8", (8,), device_place=own.place(0, 8), ready=Block(-3, 0, 64, 4).place(0, 64))
     for value, found in ((marked, False), (bare, True), (passed_on, False), (wrong, True)):
         for given_as in (value, msg.Value("list", items=(passed_on, value))):
             done = msg.BatchDone(1, (msg.Failure("StepError", ""), msg.ItemResult((given_as,))), (), unfinished=True)
@@ -181,7 +181,7 @@ def test_a_buffer_in_a_fragmented_arena_waits_for_device_work() -> None:
     harness.receive(0, msg.BufferRequest((), (2 * SIZE_BYTES - 256,)))
     assert harness.sent(msg.OutputBuffer) == []
     harness.receive(0, msg.Released((runs[1].dispatch,)))
-    assert [block.size_bytes for block in harness.sent(msg.OutputBuffer)[0].near] == [2 * SIZE_BYTES - 256]
+    assert [block.size_bytes for block in harness.sent(msg.OutputBuffer)[0].device_blocks] == [2 * SIZE_BYTES - 256]
 
 
 def test_a_buffer_blocked_by_a_callers_tensor_is_refused_with_the_key() -> None:
@@ -189,5 +189,7 @@ def test_a_buffer_blocked_by_a_callers_tensor_is_refused_with_the_key() -> None:
     harness = SchedulerHarness(hop("event", arena_bytes=2 * SIZE_BYTES))
     harness.submit(x=given(harness))
     harness.receive(0, msg.BufferRequest((), (2 * SIZE_BYTES,)))  # beside the room that it was given beforehand
-    (room,) = harness.sent(msg.OutputBuffer)
-    assert room.refused == "outputs of 131072 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"
+    (buffer,) = harness.sent(msg.OutputBuffer)
+    assert (
+        buffer.refused == "outputs of 131072 bytes do not fit; the limit is gpu.arena_bytes for each process on a GPU"
+    )

@@ -94,13 +94,13 @@ def test_priority_and_deadline_and_sequence_go_along_with_an_item() -> None:
     p.output("y", p.step("a", "remember", value=p.input("x", "text")).value)
     harness = SchedulerHarness(p)
     harness.submit(x=text("a"), priority=7, deadline_ms=50, sequence=SequencePart("s", True, False))
-    assert harness.inbox[0][0].items[0].brought == msg.ItemMetadata(7, 50.0, "s", True, False)
+    assert harness.inbox[0][0].items[0].metadata == msg.ItemMetadata(7, 50.0, "s", True, False)
 
 
 def test_what_is_usual_brings_nothing_along() -> None:
     harness = SchedulerHarness(one_step())
     harness.submit(x=1)
-    assert harness.inbox[0][0].items[0].brought is None
+    assert harness.inbox[0][0].items[0].metadata is None
 
 
 def test_what_is_left_of_the_deadline_shrinks_along_the_graph() -> None:
@@ -111,7 +111,7 @@ def test_what_is_left_of_the_deadline_shrinks_along_the_graph() -> None:
     harness.submit(x=1, deadline_ms=50)
     harness.now_ms += 20
     harness.answer("a")
-    brought = harness.inbox[harness.worker_running("b")][0].items[0].brought
+    brought = harness.inbox[harness.worker_running("b")][0].items[0].metadata
     assert brought is not None and brought.left_ms == 30.0
 
 
@@ -197,7 +197,7 @@ def test_outputs_of_known_size_are_preallocated() -> None:
     harness = SchedulerHarness(p)
     block = harness.scheduler.try_reserve([1 << 18])[0]
     harness.submit(x=msg.Value("tensor", "float32", (65536,), place=block.place(0, 1 << 18)))
-    assert harness.inbox[0][0].room[0].size_bytes == 1 << 18
+    assert harness.inbox[0][0].output_blocks[0].size_bytes == 1 << 18
 
 
 @pytest.mark.parametrize("asked", [None, ("y",)])

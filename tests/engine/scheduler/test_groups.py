@@ -207,7 +207,7 @@ def job_row(request: int, value: int) -> Any:
 def test_the_seed_of_a_row_reaches_its_item() -> None:
     harness = SchedulerHarness(alone(row_of_steps("a")))
     harness.submit_group([1], seed=77)
-    assert harness.inbox[0][0].items[0].brought == msg.ItemMetadata(-100, None, seed=77)
+    assert harness.inbox[0][0].items[0].metadata == msg.ItemMetadata(-100, None, seed=77)
 
 
 @pytest.mark.parametrize("items_max", [1, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.on_device import SIZE_BYTES, answer_near, answer_small, given, hop, is_leased
+from tests.engine.on_device import SIZE_BYTES, answer_on_device, answer_small, given, hop, is_leased
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -13,7 +13,7 @@ LEFT, RIGHT = 0, 1
 
 
 def refuse(harness: SchedulerHarness, worker: int = RIGHT, owner: int = LEFT) -> None:
-    harness.receive(worker, msg.AttachFailed(harness.scheduler.workers[owner].near_arena, "in a container"))
+    harness.receive(worker, msg.AttachFailed(harness.scheduler.workers[owner].device_arena, "in a container"))
 
 
 def fail_unseen(harness: SchedulerHarness, step: str = "b") -> None:
@@ -24,13 +24,13 @@ def fail_unseen(harness: SchedulerHarness, step: str = "b") -> None:
 def fetched(harness: SchedulerHarness, fetch: msg.Fetch, owner: int = LEFT) -> msg.OutputBuffer:
     """The owner asks for room, and answers a Fetch; returns the room."""
     harness.receive(owner, msg.BufferRequest(tuple(value.size_bytes for value in fetch.values)))
-    (room,) = harness.sent(msg.OutputBuffer)
+    (buffer,) = harness.sent(msg.OutputBuffer)
     values = tuple(
         msg.Value(value.kind, value.dtype, value.shape, place=block.place(0, value.size_bytes))
-        for value, block in zip(fetch.values, room.blocks)
+        for value, block in zip(fetch.values, buffer.blocks)
     )
-    harness.receive(owner, msg.Fetched(fetch.token, values, room.refused))
-    return room
+    harness.receive(owner, msg.Fetched(fetch.token, values, buffer.refused))
+    return buffer
 
 
 @pytest.mark.parametrize("ordering", ["host", "event"])
@@ -40,13 +40,17 @@ def test_an_arena_that_a_worker_cannot_attach_is_no_longer_used(ordering: str) -
     assert harness.sent(msg.UseHostOutputs) == [msg.UseHostOutputs()] * 2
     one = harness.submit(x=given(harness))
     run = harness.inbox[LEFT][0]
-    assert not run.near_room and run.ready is None and run.room
+    assert not run.device_output_blocks and run.ready is None and run.output_blocks
     (reported,) = [note.message for note in harness.all_commands if isinstance(note, ev.LogWarning)]
     assert reported.startswith(
         "device fake:0: worker right cannot attach the memory that worker left shares (in a cont"
     )
-    assert harness.scheduler.device_sharing()["left"] == {"device": "fake:0", "rung": "host", "why": "in a container"}
-    assert harness.scheduler.device_sharing()["right"]["rung"] == "host"  # it holds for all of the device
+    assert harness.scheduler.device_sharing()["left"] == {
+        "device": "fake:0",
+        "share_mode": "host",
+        "why": "in a container",
+    }
+    assert harness.scheduler.device_sharing()["right"]["share_mode"] == "host"  # it holds for all of the device
     harness.answer("a")
     answer_small(harness, "b")
     assert isinstance(harness.ended[one], ev.Finish) and harness.is_clean()
@@ -61,7 +65,7 @@ def test_it_is_recorded_once_and_the_owner_notified_once() -> None:
     assert sum(isinstance(one, ev.LogWarning) for one in harness.all_commands) == 1
     assert len(harness.sent(msg.UseHostOutputs, everything=True)) == 3  # left, right, and the new left, before any work
     harness.submit(x=given(harness))
-    assert not harness.inbox[LEFT][0].near_room
+    assert not harness.inbox[LEFT][0].device_output_blocks
 
 
 @pytest.mark.parametrize("ordering", ["host", "event"])
@@ -69,13 +73,13 @@ def test_a_value_that_a_worker_cannot_import_is_copied_before_sending(ordering: 
     harness = SchedulerHarness(hop(ordering, idempotent=False))
     one = harness.submit(x=given(harness))
     refuse(harness)
-    run = answer_near(harness, "a", unfinished=ordering == "event")
+    run = answer_on_device(harness, "a", unfinished=ordering == "event")
     assert harness.inbox[RIGHT] == []
     (fetch,) = harness.sent(msg.Fetch)
-    assert [value.near for value in fetch.values] == [run.near_room[0].place(0, SIZE_BYTES)]
+    assert [value.device_place for value in fetch.values] == [run.device_output_blocks[0].place(0, SIZE_BYTES)]
     fetched(harness, fetch)
     (item,) = harness.inbox[RIGHT][0].items
-    assert item.inputs[0].near is None and item.inputs[0].place is not None and item.inputs[0].ready is None
+    assert item.inputs[0].device_place is None and item.inputs[0].place is not None and item.inputs[0].ready is None
     assert is_leased(harness, item.inputs[0].place.key)
     if ordering == "event":
         harness.receive(LEFT, msg.Released((run.dispatch,)))
@@ -87,7 +91,7 @@ def test_a_value_that_a_worker_cannot_import_is_copied_before_sending(ordering: 
 def test_dispatches_of_an_unknown_worker_run_again_without_blame(idempotent: bool) -> None:
     harness = SchedulerHarness(hop("host", idempotent=idempotent))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     refuse(harness)
     fail_unseen(harness)
     fetched(harness, *harness.sent(msg.Fetch))
@@ -99,9 +103,9 @@ def test_dispatches_of_an_unknown_worker_run_again_without_blame(idempotent: boo
 def test_one_of_a_batch_that_can_be_read_is_not_held_up() -> None:
     harness = SchedulerHarness(hop("host", items_max=2))
     harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=False)  # b's worker is busy with it, so that the next two wait
+    answer_on_device(harness, "a", unfinished=False)  # b's worker is busy with it, so that the next two wait
     two = [harness.submit(x=given(harness)) for _ in range(2)]
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     answer_small(harness, "a")
     refuse(harness)
     fail_unseen(harness)
@@ -119,7 +123,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     (fetch,) = harness.sent(msg.Fetch)
     harness.withdraw(one)
     assert harness.scheduler.ledger.stats().leased_bytes == SIZE_BYTES  # the owner still reads it
@@ -133,7 +137,7 @@ def test_a_task_that_is_tried_again_while_it_is_fetched_is_queued_once(wait_ms: 
     harness = SchedulerHarness(hop("host", timeout_ms=50, retry={"attempts": 3, "on": ["timeout"], "wait_ms": wait_ms}))
     one = harness.submit(x=given(harness))
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     (fetch,) = harness.sent(msg.Fetch)
     harness.advance(60)
     assert harness.sent(msg.Fetch) == [] and harness.inbox[RIGHT] == []
@@ -149,7 +153,7 @@ def test_a_value_no_worker_can_fetch_fails_with_a_readable_error() -> None:
     harness = SchedulerHarness(hop("host"))
     waiting, coming = harness.submit(x=given(harness)), harness.submit(x=given(harness))
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     harness.die(LEFT)
     reported = harness.failure(waiting)
     assert (reported.error, reported.step) == ("WorkerDied", "b")
@@ -166,11 +170,11 @@ def test_a_buffer_larger_than_the_arena_fails_and_names_the_limit() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     (fetch,) = harness.sent(msg.Fetch)
     harness.receive(LEFT, msg.BufferRequest((1 << 30,)))
-    (room,) = harness.sent(msg.OutputBuffer)
-    harness.receive(LEFT, msg.Fetched(fetch.token, (), room.refused))
+    (buffer,) = harness.sent(msg.OutputBuffer)
+    harness.receive(LEFT, msg.Fetched(fetch.token, (), buffer.refused))
     assert harness.failure(one).error == "LimitReached" and "limits.arena_bytes" in harness.failure(one).message
     assert harness.is_clean()
 
@@ -179,7 +183,7 @@ def test_an_owner_that_never_answers_is_ended() -> None:
     harness = SchedulerHarness(hop("host"))
     harness.submit(x=given(harness))
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     harness.advance(max(step.run_max_ms for step in harness.plan.steps) + 1000)
     assert any(
         "a copy to host memory took longer" in one.why for one in harness.commands if isinstance(one, ev.KillWorker)
@@ -193,7 +197,7 @@ def test_wrong_answers_cost_a_worker_its_life() -> None:
     assert harness.kill_reasons() == ["it sent a host copy that was not requested"]
     harness.die_and_return(RIGHT)
     refuse(harness)
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     (fetch,) = harness.sent(msg.Fetch)
     harness.receive(LEFT, msg.Fetched(fetch.token, fetch.values))
     assert harness.kill_reasons() == ["it sent a host copy of another tensor than requested"]
@@ -205,28 +209,28 @@ def test_wrong_answers_cost_a_worker_its_life() -> None:
 def test_events_that_cannot_be_opened_are_dropped_and_memory_is_shared() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
-    harness.receive(RIGHT, msg.AttachFailed(-harness.scheduler.workers[LEFT].near_arena, "in a container"))
+    harness.receive(RIGHT, msg.AttachFailed(-harness.scheduler.workers[LEFT].device_arena, "in a container"))
     assert harness.sent(msg.UseHostOutputs) == []
     (reported,) = [note.message for note in harness.commands if isinstance(note, ev.LogWarning)]
     assert "worker right cannot open the events that worker left shares (in a container); tensors are sync" in reported
-    first = answer_near(harness, "a")  # it was sent before, with an event
+    first = answer_on_device(harness, "a")  # it was sent before, with an event
     (fetch,) = harness.sent(msg.Fetch)
     fetched(harness, fetch)
     harness.receive(LEFT, msg.Released((first.dispatch,)))
     answer_small(harness, "b")
     two = harness.submit(x=given(harness))
-    run = answer_near(harness, "a", unfinished=False)
-    assert run.ready is None and run.near_room
+    run = answer_on_device(harness, "a", unfinished=False)
+    assert run.ready is None and run.device_output_blocks
     (item,) = harness.inbox[RIGHT][0].items
-    assert item.inputs[0].near is not None and item.inputs[0].place is None
+    assert item.inputs[0].device_place is not None and item.inputs[0].place is None
     answer_small(harness, "b")
     assert all(isinstance(harness.ended[request], ev.Finish) for request in (one, two)) and harness.is_clean()
 
 
 def test_an_arena_that_is_forgotten_cannot_be_refused_any_more() -> None:
     harness = SchedulerHarness(hop("host"))
-    arena = harness.scheduler.workers[LEFT].near_arena
+    arena = harness.scheduler.workers[LEFT].device_arena
     harness.die_and_return(LEFT)
     harness.receive(RIGHT, msg.AttachFailed(arena, "late"))
     assert harness.kill_reasons() == [] and harness.sent(msg.UseHostOutputs) == []
-    assert harness.scheduler.workers[LEFT].gives_near
+    assert harness.scheduler.workers[LEFT].places_on_device

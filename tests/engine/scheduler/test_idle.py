@@ -341,7 +341,7 @@ def test_a_worker_that_does_not_exit_is_killed_without_blame() -> None:
 def test_a_process_whose_tensors_are_read_elsewhere_does_not_leave() -> None:
     harness = SchedulerHarness(one_step("nothing"))
     worker_state = harness.scheduler.workers[0]
-    worker_state.near_arena = 77
+    worker_state.device_arena = 77
     harness.scheduler.ledger.add_arena(77, 1 << 20)
     held = harness.scheduler.ledger.try_lease(77, 4096)
     assert held is not None

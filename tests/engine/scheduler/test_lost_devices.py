@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.on_device import TENSOR, answer_near, answer_small, given, hop, on_device, row
+from tests.engine.on_device import TENSOR, answer_on_device, answer_small, given, hop, on_device, row
 from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -23,7 +23,7 @@ WAITS = "it waits on the device for the work of a dead worker"
 def test_with_ordering_host_a_reader_survives_its_writer() -> None:
     harness = SchedulerHarness(hop("host"))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     harness.die(LEFT)
     assert harness.kill_reasons() == [] and harness.running() == ["b"]
     answer_small(harness, "b")
@@ -33,7 +33,7 @@ def test_with_ordering_host_a_reader_survives_its_writer() -> None:
 def test_a_reader_of_unfinished_device_work_is_killed() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a")
+    answer_on_device(harness, "a")
     harness.die(LEFT)
     assert harness.kill_reasons() == [WAITS]
     reported = harness.failure(one)
@@ -46,7 +46,7 @@ def test_a_reader_of_unfinished_device_work_is_killed() -> None:
 def test_a_reader_of_what_was_finished_goes_on() -> None:
     harness = SchedulerHarness(hop("event"))
     one = harness.submit(x=given(harness))
-    run = answer_near(harness, "a")
+    run = answer_on_device(harness, "a")
     harness.receive(LEFT, msg.Released((run.dispatch,)))
     harness.die(LEFT)
     assert harness.kill_reasons() == []
@@ -57,14 +57,14 @@ def test_a_reader_of_what_was_finished_goes_on() -> None:
 def test_what_was_finished_is_read_later_without_the_event_that_died() -> None:
     harness = SchedulerHarness(hop("event"))
     busy = harness.submit(x=given(harness))
-    first = answer_near(harness, "a")
+    first = answer_on_device(harness, "a")
     waits = harness.submit(x=given(harness))
-    second = answer_near(harness, "a")
+    second = answer_on_device(harness, "a")
     harness.receive(LEFT, msg.Released((first.dispatch, second.dispatch)))
     harness.die(LEFT)
     answer_small(harness, "b")
     value = harness.inbox[RIGHT][0].items[0].inputs[0]
-    assert value.near is not None and value.ready is None
+    assert value.device_place is not None and value.ready is None
     answer_small(harness, "b")
     assert isinstance(harness.ended[busy], ev.Finish) and isinstance(harness.ended[waits], ev.Finish)
     assert harness.is_clean()
@@ -73,14 +73,14 @@ def test_what_was_finished_is_read_later_without_the_event_that_died() -> None:
 def test_unfinished_device_work_is_read_from_its_host_copy() -> None:
     harness = SchedulerHarness(hop("event", "both"))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", host=True)
+    answer_on_device(harness, "a", host=True)
     reported = harness.inbox[RIGHT][0].items[0].inputs[0]
-    assert reported.place is not None and reported.near is not None and reported.ready is not None
+    assert reported.place is not None and reported.device_place is not None and reported.ready is not None
     harness.die(LEFT)
     assert harness.kill_reasons() == [WAITS] and one not in harness.ended
     harness.die_and_return(RIGHT)
     value = harness.inbox[RIGHT][0].items[0].inputs[0]
-    assert value.place == reported.place and value.near is None and value.ready is None
+    assert value.place == reported.place and value.device_place is None and value.ready is None
     answer_small(harness, "b")
     assert isinstance(harness.ended[one], ev.Finish)
     harness.die_and_return(LEFT)
@@ -90,7 +90,7 @@ def test_unfinished_device_work_is_read_from_its_host_copy() -> None:
 def test_a_host_reader_of_unfinished_device_work_goes_on() -> None:
     harness = SchedulerHarness(hop("event", "both", takes=False))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", host=True)
+    answer_on_device(harness, "a", host=True)
     passed = harness.inbox[RIGHT][0].items[0].inputs[0]
     harness.die(LEFT)
     assert harness.kill_reasons() == [] and harness.running() == ["b"]
@@ -106,11 +106,13 @@ def test_a_reader_on_the_host_whose_own_work_is_unfinished_goes_on_too() -> None
     """The unfinished device work reads the host copy and no memory of the dead worker."""
     made = row("event")
     first, second, third = made.steps
-    plan = replace(made, steps=(replace(first, near_outputs={"value": "both"}), replace(second, near_inputs=()), third))
+    plan = replace(
+        made, steps=(replace(first, device_outputs={"value": "both"}), replace(second, device_inputs=()), third)
+    )
     harness = SchedulerHarness(plan)
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", host=True)
-    run = answer_near(harness, "b")
+    answer_on_device(harness, "a", host=True)
+    run = answer_on_device(harness, "b")
     harness.die(0)
     assert harness.kill_reasons() == []
     harness.receive(1, msg.Released((run.dispatch,)))
@@ -121,14 +123,14 @@ def test_a_reader_on_the_host_whose_own_work_is_unfinished_goes_on_too() -> None
 def test_what_was_finished_is_passed_on_without_the_event_that_died() -> None:
     harness = SchedulerHarness(row("event"))
     one = harness.submit(x=given(harness))
-    run = answer_near(harness, "a")
+    run = answer_on_device(harness, "a")
     harness.receive(0, msg.Released((run.dispatch,)))
     given_before = harness.inbox[1][0].items[0].inputs[0]
     assert given_before.ready is not None
     harness.die(0)
     harness.answer("b", lambda x: given_before)
     value = harness.inbox[2][0].items[0].inputs[0]
-    assert value.near == given_before.near and value.ready is None
+    assert value.device_place == given_before.device_place and value.ready is None
     answer_small(harness, "c")
     assert isinstance(harness.ended[one], ev.Finish) and harness.is_clean()
 
@@ -152,7 +154,7 @@ def test_a_waiting_request_fails_and_the_reader_of_others_lives() -> None:
     runs, ones = [], []
     for _ in range(2):
         ones.append(harness.submit(x=given(harness)))
-        runs.append(answer_near(harness, "a"))
+        runs.append(answer_on_device(harness, "a"))
     harness.receive(LEFT, msg.Released((runs[0].dispatch,)))  # b runs what is finished, and the other waits for it
     harness.die(LEFT)
     assert harness.kill_reasons() == []
@@ -173,7 +175,7 @@ def test_mates_of_a_waiting_item_run_again_without_blame() -> None:
     ones = [harness.submit(x=given(harness)) for _ in range(2)]
     producers = [worker for worker in harness.inbox if worker != reader]
     for _ in producers:
-        answer_near(harness, "a")
+        answer_on_device(harness, "a")
     harness.advance(6)
     assert len(harness.inbox[reader][0].items) == 2
     harness.die(producers[0])
@@ -213,7 +215,7 @@ def test_a_fallback_answers_for_a_step_whose_input_is_lost() -> None:
     p.output("y", p.step("b", "echo", type=TENSOR, value=a.value, worker="right", fallback="other").value)
     harness = SchedulerHarness(on_device(plan_of(p), {"a": "device"}, "event"))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a")
+    answer_on_device(harness, "a")
     harness.die(next(place for place, worker in enumerate(harness.plan.workers) if worker.name == "left"))
     assert harness.kill_reasons() == [WAITS]
     answer_small(harness, "other")
@@ -226,8 +228,8 @@ def test_a_whole_row_of_workers_falls_one_after_the_other() -> None:
     """c waits for b, which waits for a; each worker is killed when the one before it has died, and none hangs."""
     harness = SchedulerHarness(row("event"))
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a")
-    answer_near(harness, "b")
+    answer_on_device(harness, "a")
+    answer_on_device(harness, "b")
     harness.die(0)
     assert harness.kill_reasons() == [WAITS]  # b's worker: its unfinished dispatch waits for a's event
     harness.die(1)
@@ -240,7 +242,7 @@ def test_a_whole_row_of_workers_falls_one_after_the_other() -> None:
 def test_memory_shared_by_handle_ends_with_its_worker() -> None:
     harness = SchedulerHarness(hop("host"), share_mode="handle")
     one = harness.submit(x=given(harness))
-    answer_near(harness, "a", unfinished=False)
+    answer_on_device(harness, "a", unfinished=False)
     harness.die(LEFT)
     assert harness.kill_reasons() == []  # no work waits
     assert harness.failure(one).message == "a device tensor was lost when its worker died (signal 9)"
@@ -253,11 +255,11 @@ def test_a_host_copy_is_read_when_the_device_copy_is_gone() -> None:
     ones = []
     for _ in range(2):
         ones.append(harness.submit(x=given(harness)))
-        answer_near(harness, "a", unfinished=False, host=True)
+        answer_on_device(harness, "a", unfinished=False, host=True)
     harness.die(LEFT)
     answer_small(harness, "b")
     value = harness.inbox[RIGHT][0].items[0].inputs[0]
-    assert value.near is None and value.place is not None
+    assert value.device_place is None and value.place is not None
     answer_small(harness, "b")
     assert all(isinstance(harness.ended[one], ev.Finish) for one in ones) and harness.is_clean()
 
@@ -265,9 +267,9 @@ def test_a_host_copy_is_read_when_the_device_copy_is_gone() -> None:
 def test_a_worker_whose_device_still_reads_what_is_gone_falls_too() -> None:
     harness = SchedulerHarness(row("event"), share_mode="handle")
     harness.submit(x=given(harness))
-    run = answer_near(harness, "a")
+    run = answer_on_device(harness, "a")
     harness.receive(0, msg.Released((run.dispatch,)))
-    answer_near(harness, "b")
+    answer_on_device(harness, "b")
     harness.die(0)
     assert harness.kill_reasons() == [WAITS]
     harness.die(1)
@@ -280,7 +282,7 @@ NEAR, EVENT, OLD = Block(3, 0, 512, 1), Block(-3, 0, 64, 2), Block(-3, 64, 64, 3
 
 def tensor(ready: Block | None = None, place: Block | None = None) -> msg.Value:
     return msg.Value(
-        "tensor", "uint8", (8,), near=NEAR.place(0, 8), ready=ready and ready.place(0, 64),
+        "tensor", "uint8", (8,), device_place=NEAR.place(0, 8), ready=ready and ready.place(0, 64),
         place=place and place.place(0, 8),
     )  # fmt: skip
 

@@ -36,6 +36,6 @@ def test_outputs_that_are_read_on_the_device_are_listed_by_port() -> None:
     near = {"c": "both", "a": "device"}
     policy = BatchPolicy()
     step = PlannedStep(
-        "s", "n", {}, given, ports, {}, policy, False, False, False, "fake:0", (0,), 1000.0, near_outputs=near
+        "s", "n", {}, given, ports, {}, policy, False, False, False, "fake:0", (0,), 1000.0, device_outputs=near
     )
-    assert OutputSizes(step).near == {0: "device", 2: "both"}
+    assert OutputSizes(step).device_ports == {0: "device", 2: "both"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler_harness import plan_of
-from weftline.engine.scheduler.recovery import Recovery
+from weftline.engine.scheduler.recovery import DIGESTS_MAX, KEPT_MS, Quarantine, Recovery
 from weftline.engine.scheduler.request import Request, Task
 from weftline.engine.scheduler.routes import Routes
 from weftline.pipelines.spec.builder import Builder
@@ -81,3 +81,38 @@ def test_work_that_must_not_run_twice_is_not_retried_while_it_may_run() -> None:
     recovery, (task,) = tasks(1, retry=1, timeout_ms=10, idempotent=False)
     assert recovery.try_again_in_ms(task, "DeadlineExceeded", True, at_work=True) is None
     assert recovery.try_again_in_ms(task, "DeadlineExceeded", True) == 0.0
+
+
+def test_a_digest_is_kept_for_its_step_alone() -> None:
+    quarantine = Quarantine()
+    assert quarantine.add(1, b"a", 0.0)
+    assert quarantine.add(2, b"b", 0.0)
+    assert quarantine.digests(1) == (b"a",)
+    assert quarantine.digests(3) == ()
+
+
+def test_adding_it_again_is_no_news_and_begins_its_hour_anew() -> None:
+    quarantine = Quarantine()
+    quarantine.add(1, b"a", 0.0)
+    quarantine.add(1, b"b", 1.0)
+    assert not quarantine.add(1, b"a", 2.0)
+    assert quarantine.digests(1) == (b"b", b"a")
+    assert quarantine.forget(1.0 + KEPT_MS) == [1]
+    assert quarantine.digests(1) == (b"a",)
+
+
+def test_it_is_forgotten_after_an_hour() -> None:
+    quarantine = Quarantine()
+    quarantine.add(1, b"a", 0.0)
+    assert quarantine.forget(KEPT_MS - 1) == []
+    assert quarantine.add(2, b"b", KEPT_MS)
+    assert quarantine.digests(1) == ()
+    assert quarantine.add(1, b"a", KEPT_MS)
+
+
+def test_the_oldest_goes_when_there_are_too_many() -> None:
+    quarantine = Quarantine()
+    for number in range(DIGESTS_MAX + 2):
+        quarantine.add(1, b"%d" % number, 0.0)
+    assert len(quarantine.digests(1)) == DIGESTS_MAX
+    assert quarantine.digests(1)[0] == b"2"

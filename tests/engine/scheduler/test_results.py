@@ -160,8 +160,8 @@ def test_a_buffer_is_requested_granted_and_released() -> None:
     harness = SchedulerHarness(one_step())
     one = harness.submit(x=1)
     harness.receive(0, msg.BufferRequest((100_000,)))
-    (room,) = harness.sent(msg.OutputBuffer)
-    value = msg.Value("json", place=room.blocks[0].place(0, 100_000))
+    (buffer,) = harness.sent(msg.OutputBuffer)
+    value = msg.Value("json", place=buffer.blocks[0].place(0, 100_000))
     harness.answer("a", lambda x: value)
     assert harness.output(one) == value
     assert harness.scheduler.ledger.stats().blocks == 1

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.retry_budget import START_TOKENS
+from weftline.engine.token_bucket import START_TOKENS
 from weftline.errors import InputError, StepError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.builder import Builder

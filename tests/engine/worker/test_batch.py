@@ -69,7 +69,7 @@ def test_an_output_written_into_the_preallocated_buffer_is_not_copied(bench: Ben
 
     step = bench.step(run, X, Y, items_max=2)
     block = bench.block(3 * 40_000)
-    done = step.run(run_of([[bench.value(numbers(value), "tensor")] for value in range(3)], room={0: block}))
+    done = step.run(run_of([[bench.value(numbers(value), "tensor")] for value in range(3)], output_blocks={0: block}))
     assert [answer[0] for answer in bench.answers(done)] == [0, 2, 4]
     assert done.copied_bytes == 0 and bench.asked == [] and done.ran[0].batches == 2
 
@@ -269,7 +269,7 @@ def test_halves_of_a_failed_batch_write_into_their_part_of_the_buffer(bench: Ben
 
     block = bench.block(3 * 40_000)
     rows = [[bench.value(numbers(value), "tensor")] for value in range(3)]
-    done = bench.step(run, X, Y).run(run_of(rows, room={0: block}))
+    done = bench.step(run, X, Y).run(run_of(rows, output_blocks={0: block}))
     assert [answer[0] for answer in bench.answers(done)] == [0, 1, 2] and done.copied_bytes == 0
 
 
@@ -278,7 +278,7 @@ def test_outputs_of_an_unexpected_size_get_a_buffer_of_their_own(bench: Bench, s
     block = bench.block(40_000)
     beyond = bytes(bench.arenas[1].buffer[block.offset : block.offset + 40_000])
     step = bench.step(lambda batch: {"y": [numbers(7, size)]}, X, Y)
-    done = step.run(run_of([[bench.value(numbers(1), "tensor")]], room={0: block}))
+    done = step.run(run_of([[bench.value(numbers(1), "tensor")]], output_blocks={0: block}))
     assert bench.asked == [[size * 4]] and bench.answers(done)[0].tolist() == [7] * size
     assert bytes(bench.arenas[1].buffer[block.offset : block.offset + 40_000]) == beyond
 

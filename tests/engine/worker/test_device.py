@@ -31,7 +31,7 @@ def test_a_worker_without_a_gpu_opens_none_and_reports_none() -> None:
 def test_an_arena_is_sent_with_events_only_where_they_are_used() -> None:
     device, up, fd = open_device(open_message())
     assert isinstance(device, WorkerDevice) and device.arena is not None and up is not None
-    assert (up.device, up.rung, up.why, up.events) == ("fake:0", "descriptor", "", ())
+    assert (up.device, up.share_mode, up.why, up.events) == ("fake:0", "descriptor", "", ())
     assert up.size_bytes == device.arena.size_bytes == 4 << 20 and fd == device.arena.fd
     device.arena.close()
     device, up, _ = open_device(open_message(ordering="event"))
@@ -47,7 +47,7 @@ def test_a_worker_without_device_outputs_reads_device_inputs() -> None:
 def test_a_device_that_shares_nothing_is_reported_with_what_was_refused() -> None:
     device, up, fd = open_device(open_message("fake-alone:0"))
     assert device is not None and device.arena is None and fd is None
-    assert up is not None and (up.size_bytes, up.rung) == (0, "host") and "descriptor: create" in up.why
+    assert up is not None and (up.size_bytes, up.share_mode) == (0, "host") and "descriptor: create" in up.why
 
 
 @pytest.mark.parametrize("error", [DriverError("init", "NO_DEVICE"), MissingPackage("cuda-bindings", "cuda")])
@@ -68,12 +68,12 @@ def test_events_that_cannot_be_shared_leave_the_worker_with_ordering_host(monkey
     monkeypatch.setattr(FakeGpu, "export_event", refuses)
     device, up, _ = open_device(open_message(ordering="event"))
     assert device is not None and device.events is None and device.arena is not None
-    assert up is not None and up.events == () and up.rung == "descriptor" and "events: export_event" in up.why
+    assert up is not None and up.events == () and up.share_mode == "descriptor" and "events: export_event" in up.why
     device.arena.close()
 
 
 def test_a_device_too_small_for_the_arena_names_the_option_to_lower() -> None:
-    with pytest.raises(LimitReached, match=r"(?s)fake:0 has no room for an arena .*gpu\.arena_bytes"):
+    with pytest.raises(LimitReached, match=r"(?s)fake:0 has too little memory for an arena .*gpu\.arena_bytes"):
         open_device(open_message(arena_bytes=1 << 40))
 
 

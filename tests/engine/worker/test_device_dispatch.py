@@ -76,7 +76,7 @@ def test_values_on_the_device_are_passed_in_place_and_read_only(bench: DeviceBen
     done = bench.on_gpu(look, X, {"seen": "json"}).run(run_of([[value]]))
     assert bench.answers(done) == [1.0]
     assert reported[0].address == bench.device.view(value).address and not reported[0].writable
-    assert bench.copies == [] and done.near_bytes == 0
+    assert bench.copies == [] and done.device_moved_bytes == 0
 
 
 def test_host_inputs_of_one_size_are_uploaded_into_one_block(bench: DeviceBench) -> None:
@@ -90,7 +90,7 @@ def test_host_inputs_of_one_size_are_uploaded_into_one_block(bench: DeviceBench)
 
     done = bench.on_gpu(total, X, {"seen": "json"}).run(run_of(rows))
     assert bench.answers(done) == [0.0, 1.0, 2.0]
-    assert done.near_bytes == 3 * BIG * 4
+    assert done.device_moved_bytes == 3 * BIG * 4
 
 
 def test_neighbours_in_host_memory_are_one_copy_and_so_are_small_values(bench: DeviceBench) -> None:
@@ -119,7 +119,7 @@ def test_tensors_that_lie_apart_are_stacked_by_copies_within_the_device(bench: D
         return {"seen": [float(x) for x in np.asarray(batch.stacked("x"))[:, 1]]}
 
     done = bench.on_gpu(total, X, {"seen": "json"}).run(run_of(rows))
-    assert bench.answers(done) == [6.0, 8.0] and bench.copies == [BIG * 4] * 2 and done.near_bytes == 0
+    assert bench.answers(done) == [6.0, 8.0] and bench.copies == [BIG * 4] * 2 and done.device_moved_bytes == 0
 
 
 def test_different_shapes_cannot_be_stacked_as_on_the_host(bench: DeviceBench) -> None:
@@ -136,8 +136,8 @@ def test_an_input_that_the_node_takes_on_the_host_is_brought_down(bench: DeviceB
         assert kinds(batch["x"]) == ["ndarray"] and not batch["x"][0].flags.writeable
         return {"seen": [float(batch["x"][0][0])]}
 
-    done = bench.on_gpu(look, X, {"seen": "json"}, near_inputs=()).run(run_of([[value]]))
-    assert bench.answers(done) == [3.0] and done.near_bytes == BIG * 4
+    done = bench.on_gpu(look, X, {"seen": "json"}, device_inputs=()).run(run_of([[value]]))
+    assert bench.answers(done) == [3.0] and done.device_moved_bytes == BIG * 4
     on_cpu = bench.step(look, X, {"seen": "json"})
     assert bench.answers(on_cpu.run(run_of([[value]]))) == [3.0]
 
@@ -181,8 +181,8 @@ def test_what_is_passed_on_or_a_part_of_it_stays_where_it_is(bench: DeviceBench)
         return {"y": [x[BIG // 2 :] for x in batch["x"]]}
 
     part = only(bench.on_gpu(half, X, Y, {"y": "device"}).run(run_of([[value]])))
-    assert value.near is not None and part.near == value.near._replace(
-        offset=value.near.offset + BIG * 2, size_bytes=BIG * 2
+    assert value.device_place is not None and part.device_place == value.device_place._replace(
+        offset=value.device_place.offset + BIG * 2, size_bytes=BIG * 2
     )
     assert bench.copies == [] and bench.asked_device == []
 
@@ -196,8 +196,11 @@ def test_new_tensors_are_copied_within_the_device_once_per_batch(bench: DeviceBe
     done = bench.on_gpu(whole, X, Y, {"y": "device"}).run(run_of(rows))
     values = [result.outputs[0] for result in done.results if isinstance(result, msg.ItemResult)]
     assert [bench.seen(value)[0] for value in values] == [2, 4]
-    assert all(value.near is not None and value.near.arena == OWN_DEVICE and value.place is None for value in values)
-    assert bench.copies == [2 * BIG * 4] and done.near_bytes == 0 and done.copied_bytes == 2 * BIG * 4
+    assert all(
+        value.device_place is not None and value.device_place.arena == OWN_DEVICE and value.place is None
+        for value in values
+    )
+    assert bench.copies == [2 * BIG * 4] and done.device_moved_bytes == 0 and done.copied_bytes == 2 * BIG * 4
     assert bench.asked_device == [[2 * BIG * 4]]
 
 
@@ -211,8 +214,8 @@ def test_an_output_written_into_the_preallocated_buffer_is_not_copied(bench: Dev
         assert batch.output_buffer("y", "float32", (BIG + 1,)) is None
         return {"y": room}
 
-    done = bench.on_gpu(fill, X, Y, {"y": "device"}).run(run_of(rows, near_room={0: block}))
-    places = [result.outputs[0].near for result in done.results if isinstance(result, msg.ItemResult)]
+    done = bench.on_gpu(fill, X, Y, {"y": "device"}).run(run_of(rows, device_output_blocks={0: block}))
+    places = [result.outputs[0].device_place for result in done.results if isinstance(result, msg.ItemResult)]
     assert places == [block.place(0, BIG * 4), block.place(BIG * 4, BIG * 4)]
     assert [bench.seen(result.outputs[0])[0] for result in done.results] == [2, 3]  # type: ignore[union-attr]
     assert bench.copies == [] and bench.asked_device == [] and done.copied_bytes == 0
@@ -227,7 +230,7 @@ def test_an_output_read_on_the_device_is_not_only_on_the_host(bench: DeviceBench
         return doubled(batch)
 
     block = bench.block(BIG * 4, OWN)
-    done = bench.on_gpu(fill, X, Y, {"y": "both"}).run(run_of(rows, room={0: block}))
+    done = bench.on_gpu(fill, X, Y, {"y": "both"}).run(run_of(rows, output_blocks={0: block}))
     assert rooms == [None]
     assert only(done).place == block.place(0, BIG * 4) and (bench.seen(only(done)) == numbers(1) * 2).all()
 
@@ -238,16 +241,16 @@ def test_what_is_read_on_both_sides_lies_in_both_places(bench: DeviceBench) -> N
     for at, result in enumerate(done.results):
         assert isinstance(result, msg.ItemResult)
         (value,) = result.outputs
-        assert value.near is not None and value.place is not None
+        assert value.device_place is not None and value.place is not None
         assert (bench.seen(value) == numbers(at + 1) * 2).all()
     assert [answer[0] for answer in bench.answers(done)] == [2, 4]
-    assert done.near_bytes == 2 * BIG * 4
+    assert done.device_moved_bytes == 2 * BIG * 4
 
 
 def test_a_passed_on_value_with_host_readers_is_copied_to_the_host(bench: DeviceBench) -> None:
     (value,) = bench.device_values([numbers(1)])
     both = only(bench.on_gpu(same, X, Y, {"y": "both"}).run(run_of([[value]])))
-    assert both.near == value.near and both.place is not None
+    assert both.device_place == value.device_place and both.place is not None
     assert bench.copies == [BIG * 4] and bench.asked_device == [[]]
     done = bench.on_gpu(same, X, Y).run(run_of([[value]]))
     assert (bench.answers(done)[0] == numbers(1)).all()
@@ -269,7 +272,9 @@ def test_arrays_returned_for_the_device_are_uploaded(bench: DeviceBench) -> None
     done = bench.on_gpu(lambda batch: {"y": [np.asarray(x) + 1 for x in batch["x"]]}, X, Y, {"y": "device"}).run(
         run_of([[value]])
     )
-    assert (bench.seen(only(done)) == numbers(2)).all() and only(done).place is None and done.near_bytes == BIG * 4
+    assert (
+        (bench.seen(only(done)) == numbers(2)).all() and only(done).place is None and done.device_moved_bytes == BIG * 4
+    )
 
 
 def test_small_tensors_travel_inline_wherever_they_are_read(bench: DeviceBench) -> None:
@@ -341,7 +346,7 @@ def test_a_device_without_sharing_answers_equally_through_the_host() -> None:
     rows = [[alone.value(numbers(at), "float32[?]")] for at in range(2)]
     done = alone.on_gpu(doubled, X, Y, {"y": "device"}).run(run_of(rows))
     assert [answer[1] for answer in alone.answers(done)] == [2, 4]
-    assert all(isinstance(one, msg.ItemResult) and one.outputs[0].near is None for one in done.results)
+    assert all(isinstance(one, msg.ItemResult) and one.outputs[0].device_place is None for one in done.results)
     alone.close()
 
 
@@ -359,8 +364,8 @@ def chain(bench: DeviceBench, *returns: tuple[int, int], middle: str = "device")
     on_host = middle == "host"
     steps = [
         bench.on_gpu(doubled, X, Y, {"y": "device"}, index=0),
-        bench.on_gpu(doubled, X, Y, {"y": "device"}, index=1, near_inputs=() if on_host else None),
-        bench.on_gpu(doubled, X, Y, {"y": "device"}, index=2, near_inputs=() if on_host else None),
+        bench.on_gpu(doubled, X, Y, {"y": "device"}, index=1, device_inputs=() if on_host else None),
+        bench.on_gpu(doubled, X, Y, {"y": "device"}, index=2, device_inputs=() if on_host else None),
     ]
     stages = (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((0, 0),)), msg.Stage(2, ((0, 0),)))
     return HostedChain(msg.Chain(1, stages, returns), steps)
@@ -373,7 +378,7 @@ def test_stages_of_a_chain_hand_tensors_over_where_they_are(bench: DeviceBench) 
     assert isinstance(result, msg.ItemResult)
     assert [(bench.seen(value) == numbers(1) * 4).all() for value in result.outputs] == [True, True]
     # What it answers with; and of a library that does not say who else uses a tensor, what stages hand over.
-    assert bench.copies == [BIG * 4] * 4 and done.near_bytes == 0
+    assert bench.copies == [BIG * 4] * 4 and done.device_moved_bytes == 0
 
 
 def test_a_stage_cannot_write_into_what_an_earlier_one_gave(bench: DeviceBench) -> None:
@@ -390,11 +395,11 @@ def test_a_stage_cannot_write_into_what_an_earlier_one_gave(bench: DeviceBench) 
 def test_host_reads_are_copied_once_and_uploads_are_shared(bench: DeviceBench) -> None:
     rows = [[value] for value in bench.device_values([numbers(1)])]
     down = chain(bench, (2, 0), middle="host").run(run_of(rows))
-    assert bench.copies[0] == BIG * 4 and down.near_bytes == BIG * 4
+    assert bench.copies[0] == BIG * 4 and down.device_moved_bytes == BIG * 4
     bench.copies.clear()
     steps = [bench.on_gpu(same, X, Y, {"y": "device"}, index=at) for at in range(2)]
     twice = HostedChain(msg.Chain(1, (msg.Stage(0, ((-1, 0),)), msg.Stage(1, ((-1, 0),))), ((1, 0),)), steps)
-    assert twice.run(run_of([[bench.value(numbers(1), "float32[?]")]])).near_bytes == BIG * 4
+    assert twice.run(run_of([[bench.value(numbers(1), "float32[?]")]])).device_moved_bytes == BIG * 4
 
 
 # failures
@@ -415,7 +420,7 @@ def test_halves_of_a_batch_that_raised_use_the_same_upload(bench: DeviceBench) -
         "StepError",
         3,
     ]
-    assert done.near_bytes == 4 * BIG * 4
+    assert done.device_moved_bytes == 4 * BIG * 4
 
 
 def test_a_batch_out_of_device_memory_is_halved_and_caches_are_released(bench: DeviceBench) -> None:
@@ -528,7 +533,7 @@ def test_what_a_stage_gave_is_kept_until_the_device_has_read_it(marking: DeviceB
 def test_what_was_passed_on_keeps_its_own_mark(marking: DeviceBench) -> None:
     (value,) = marking.device_values([numbers(1)])
     ready = msg.Place(-OTHER_DEVICE, EVENT_BYTES, EVENT_BYTES, EVENT_BYTES, 9)
-    marked = msg.Value("tensor", "float32", (BIG,), near=value.near, ready=ready)
+    marked = msg.Value("tensor", "float32", (BIG,), device_place=value.device_place, ready=ready)
     done = marking.on_gpu(same, X, Y, {"y": "device"}).run(run_of([[marked]], ready=marking.event(0)))
     assert only(done) == marked
 
@@ -552,13 +557,13 @@ def test_an_input_that_is_not_whole_yet_is_waited_for_on_the_device(
 ) -> None:
     (value,) = marking.device_values([numbers(1)])
     ready = msg.Place(-OTHER_DEVICE, EVENT_BYTES, EVENT_BYTES, EVENT_BYTES, 9)
-    late = msg.Value("tensor", "float32", (BIG,), near=value.near, ready=ready)
+    late = msg.Value("tensor", "float32", (BIG,), device_place=value.device_place, ready=ready)
     waited: list[msg.Place] = []
     wait_ready = marking.device.wait_ready
     monkeypatch.setattr(marking.device, "wait_ready", lambda s, e: (waited.append(e), wait_ready(s, e)))
     marking.on_gpu(doubled, X, Y, {"y": "device"}).run(run_of([[late], [late]]))
     assert waited == [ready], "once for each event and stream"
-    unknown = msg.Value("tensor", "float32", (BIG,), near=value.near, ready=ready._replace(arena=-77))
+    unknown = msg.Value("tensor", "float32", (BIG,), device_place=value.device_place, ready=ready._replace(arena=-77))
     (reported,) = marking.on_gpu(doubled, X, Y).run(run_of([[unknown]])).results
     assert isinstance(reported, msg.Failure) and "not known here" in reported.message
 
@@ -596,7 +601,7 @@ def test_whatever_streams_are_quick_answers_are_the_same(seed: int, marks: bool)
     steps.append(bench.on_gpu(added, {"x": "float32[?]", "late": "float32[?]"}, {"z": "float32[?]"}, index=0))
     steps.append(bench.on_gpu(twice(1), X, Y, {"y": "both"}, index=1))
     steps.append(bench.on_gpu(twice(2), X, Y, {"y": "device"}, index=2))
-    steps.append(bench.on_gpu(fetched, X, Y, index=3, near_inputs=()))
+    steps.append(bench.on_gpu(fetched, X, Y, index=3, device_inputs=()))
     stages = (
         msg.Stage(0, ((-1, 0), (-1, 1))), msg.Stage(1, ((0, 0),)), msg.Stage(2, ((1, 0),)), msg.Stage(3, ((2, 0),)),
     )  # fmt: skip

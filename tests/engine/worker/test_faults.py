@@ -15,8 +15,7 @@ from weftline.errors import InputError, ModelError, StepError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.user_code import load
 from weftline.nodes.values import fits
-from weftline.shm.device.cuda_errors import LOST, NUMBERS
-from weftline.shm.device.driver import DeviceLost, DriverError
+from weftline.shm.device.driver import LOST, NUMBERS, DeviceLost, DriverError
 
 STEPS = """
 def innermost():

@@ -58,11 +58,13 @@ def left_unfinished(bench: DeviceBench) -> tuple[list[msg.Value], msg.BatchDone]
 
 def test_what_is_fetched_is_whole_although_the_device_was_still_at_it(bench: DeviceBench) -> None:
     values, done = left_unfinished(bench)
-    assert done.unfinished and all(value.near and value.ready and not value.place for value in values)
+    assert done.unfinished and all(value.device_place and value.ready and not value.place for value in values)
     answer = fetch(bench.memory, msg.Fetch(7, tuple(values)))
     assert (answer.token, answer.refused) == (7, "") and bench.asked[-1] == [BIG * 4] * 2
     for at, value in enumerate(answer.values):
-        assert value.place is not None and value.place.arena == OWN and value.near is None and value.ready is None
+        assert (
+            value.place is not None and value.place.arena == OWN and value.device_place is None and value.ready is None
+        )
         assert (unpack(value, bench.arenas) == 2 * numbers(at)).all()
 
 
@@ -72,11 +74,13 @@ def test_a_worker_writes_device_outputs_to_host_memory_on_request() -> None:
     (value,) = bench.device_values([numbers(3)])
     bench.device.shares_outputs = False
     (given,) = step.run(run_of([[value]])).results
-    assert isinstance(given, msg.ItemResult) and given.outputs[0].near is not None  # it was another's, and is passed on
+    assert (
+        isinstance(given, msg.ItemResult) and given.outputs[0].device_place is not None
+    )  # it was another's, and is passed on
     assert (unpack(given.outputs[0], bench.arenas) == numbers(3)).all()
     step = bench.on_gpu(lambda batch: {"y": [Foreign(np.asarray(x) + 1) for x in batch["x"]]}, X, Y, {"y": "device"})
     (given,) = step.run(run_of([[value]])).results
-    assert isinstance(given, msg.ItemResult) and given.outputs[0].near is None
+    assert isinstance(given, msg.ItemResult) and given.outputs[0].device_place is None
     assert (unpack(given.outputs[0], bench.arenas) == numbers(4)).all()
     bench.close()
 
@@ -87,7 +91,7 @@ def test_an_arena_with_refused_events_is_read_when_it_is_not_written() -> None:
     reported = msg.AttachDevice(9, DEVICE_BYTES, "descriptor", events=(b"e" * EVENT_HANDLE_BYTES,))
     failed = bench.device.attach(reported, os.dup(other.fd))
     assert failed is not None and failed.arena == -9 and "import_event" in failed.why
-    whole = msg.Value("tensor", "float32", (BIG,), near=Place(9, 0, BIG * 4, 0, 1))
+    whole = msg.Value("tensor", "float32", (BIG,), device_place=Place(9, 0, BIG * 4, 0, 1))
     late = msgspec.structs.replace(whole, ready=Place(-9, 0, EVENT_BYTES, 0, 2))
     step = bench.on_gpu(lambda batch: {"y": [float(np.asarray(x)[0]) for x in batch["x"]]}, X, {"y": "json"})
     assert bench.answers(step.run(run_of([[whole]]))) == [0.0]
@@ -107,7 +111,7 @@ def test_a_refused_arena_is_reported_with_its_reason_and_closed() -> None:
     before = descriptors()
     failed = device.attach(msg.AttachDevice(9, DEVICE_BYTES, "descriptor"), os.dup(theirs.fd))
     assert failed is not None and failed.arena == 9 and "NOT_PERMITTED" in failed.why
-    assert descriptors() <= before and not device.can_read(msg.Value("tensor", near=Place(9, 0, 4, 0, 1)))
+    assert descriptors() <= before and not device.can_read(msg.Value("tensor", device_place=Place(9, 0, 4, 0, 1)))
     theirs.close()
 
 

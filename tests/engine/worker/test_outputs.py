@@ -135,7 +135,9 @@ def test_a_worker_without_torch_looks_at_a_copy(dtype: str, made: Any, monkeypat
 
 def test_a_passed_on_value_keeps_its_dtype_for_a_port_of_any_type() -> None:
     bench = DeviceBench()
-    step = bench.on_gpu(lambda batch: {"y": batch["x"]}, {"x": "tensor"}, {"y": "tensor"}, near_inputs=(), finite=True)
+    step = bench.on_gpu(
+        lambda batch: {"y": batch["x"]}, {"x": "tensor"}, {"y": "tensor"}, device_inputs=(), finite=True
+    )
     rows = [[bench.value(torch.tensor([x], dtype=torch.bfloat16), "tensor")] for x in (1.0, NAN)]
     good, bad = step.run(run_of(rows)).results
     assert isinstance(good, msg.ItemResult) and isinstance(bad, msg.Failure)

@@ -275,8 +275,8 @@ def test_a_function_may_use_a_tensor_on_the_device_for_every_item(device: Device
     node = Function(FunctionConfig("reuse_steps.py:Tensors", tensors="torch"))
     node.open(OpenContext(Path(reuse_steps.__file__).parent, device="fake:0"))
     step = msg.StepToOpen(
-        0, "s", "function", {}, tuple(X.items()), tuple(Y.items()), "fake:0", 8, False, near_inputs=("x",),
-        near_outputs={"output": "device"},
+        0, "s", "function", {}, tuple(X.items()), tuple(Y.items()), "fake:0", 8, False, device_inputs=("x",),
+        device_outputs={"output": "device"},
     )  # fmt: skip
     hosted = HostedStep(step, node, device.memory, device.cancels)
     done = hosted.run(run_of([[value] for value in device.device_values([numbers(10 * at) for at in range(3)])]))

@@ -34,17 +34,17 @@ STATED = {"find": f", device_bytes: {2 * GIB}", "name": f", device_bytes: {GIB}"
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     def make(machine: Machine = ONE, more: str = "", profile: Profile | None = None, **steps: str) -> Plan:
         text = TEXT.format(**(dict.fromkeys(STATED, "") | steps))
-        pipeline = load_yaml(f"weftline: 1\nname: near\n{text}{more}\n", "near.yaml", Path(), near_catalog)
-        return make_plan(pipeline, machine, near_catalog, profile)
+        pipeline = load_yaml(f"weftline: 1\nname: near\n{text}{more}\n", "near.yaml", Path(), device_catalog)
+        return make_plan(pipeline, machine, device_catalog, profile)
 
     return make
 
 
 @pytest.fixture
-def filling(near_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def filling(device_catalog: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The node that streams takes what is left when it opens, as an LLM does."""
     monkeypatch.setattr(sys.modules["weftline_device_nodes"].Grow, "fills_memory", True)
 
@@ -98,7 +98,7 @@ def test_the_only_unknown_llm_step_uses_the_remainder_when_it_opens(planned, fil
     assert (reserved.bytes, reserved.fills, reserved.takers) == (23 * GIB, True, 0), "no other pipeline has a share"
     assert "are left for grow, which was not measured" in explain_text(plan)
     planned_bytes = {
-        step.name: (step.room_bytes, step.reserve_bytes)
+        step.name: (step.memory_limit_bytes, step.reserve_bytes)
         for worker in range(len(plan.workers))
         for step in open_message(plan, worker, Path()).steps
     }

@@ -10,8 +10,8 @@ from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.transfers import hop_rows, hops, near_wires, size_of
-from weftline.pipelines.render.svg import NEAR_PX, explain_svg
+from weftline.pipelines.placement.transfers import device_wires, hop_rows, hops, size_of
+from weftline.pipelines.render.svg import DEVICE_PX, explain_svg
 from weftline.pipelines.render.text import explain_mermaid, explain_text
 from weftline.pipelines.spec.loader import load_yaml
 
@@ -32,10 +32,10 @@ outputs: {labels: name.label, crops: cut.crops, y: more.y}
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     def make(text: str, machine: Machine = ONE) -> Plan:
         text = f"weftline: 1\nname: near\n{text}"
-        return make_plan(load_yaml(text, "near.yaml", Path(), near_catalog), machine, near_catalog)
+        return make_plan(load_yaml(text, "near.yaml", Path(), device_catalog), machine, device_catalog)
 
     return make
 
@@ -66,7 +66,7 @@ def test_two_gpus_exchange_tensors_through_host_memory(planned) -> None:
         "outputs:", "  blur: {node: blur, inputs: {image: cut.crops}, map: image, device: 'cuda:1'}\noutputs:"
     )
     plan = planned(fan.replace("crops: cut.crops", "crops: blur.image") % ("", ""), TWO)
-    assert plan.step("cut").near_outputs == {"crops": "both"}
+    assert plan.step("cut").device_outputs == {"crops": "both"}
     found = paths(plan)
     assert found["cut.crops", "name.image"] == "cuda:0" and found["cut.crops", "blur.image"] == "cuda:0 host cuda:1"
     assert {str(hop.giver): str(hop.type) for hop in hops(plan)}["blur.image"] == "list[image]"
@@ -111,12 +111,13 @@ steps:
   far: {node: name, inputs: {image: two.value}, device: 'cuda:1'}
 outputs: {label: name.label, far: far.label, image: out.value}
 """
-    assert near_wires(planned(text.replace("find, inputs: {image: photo}", "find, inputs: {image: photo}, device: cuda")
-                              .replace("two.value}}\n  far", "two.value}, device: cuda}\n  far"), TWO)) == {
+    on_cuda = planned(text.replace("find, inputs: {image: photo}", "find, inputs: {image: photo}, device: cuda")
+                      .replace("two.value}}\n  far", "two.value}, device: cuda}\n  far"), TWO)  # fmt: skip
+    assert device_wires(on_cuda) == {
         ("one", "a"), ("one", "b"), ("two", "a"), ("name", "image"), ("far", "image"),
     }  # fmt: skip
-    assert near_wires(planned(text.replace(", device: 'cuda:1'", ""))) >= {("one", "b")}
-    assert ("out", "a") not in near_wires(planned(text, TWO)), "that way leads to the caller alone"
+    assert device_wires(planned(text.replace(", device: 'cuda:1'", ""))) >= {("one", "b")}
+    assert ("out", "a") not in device_wires(planned(text, TWO)), "that way leads to the caller alone"
 
 
 def test_the_table_says_where_and_how_much(planned) -> None:
@@ -164,5 +165,5 @@ def test_pictures_draw_thick_what_stays_on_a_gpu(planned) -> None:
     assert [line.split("|")[1] for line in chart.splitlines() if "==>" in line] == [
         '"image, stays on GPU"', '"crops: list[image], stays on GPU"', '"y: float32[4, 8], stays on GPU"'
     ]  # fmt: skip
-    assert explain_svg(plan).count(f'stroke-width="{NEAR_PX}"') == 3
-    assert f'stroke-width="{NEAR_PX}"' not in explain_svg(planned(PHOTO % ("", ""), NONE))
+    assert explain_svg(plan).count(f'stroke-width="{DEVICE_PX}"') == 3
+    assert f'stroke-width="{DEVICE_PX}"' not in explain_svg(planned(PHOTO % ("", ""), NONE))

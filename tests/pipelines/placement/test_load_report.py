@@ -127,13 +127,13 @@ outputs: {l: name.label, b: blur.image}
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     def plan(run_ms: Mapping[str, Mapping[int, float]]) -> Plan:
-        pipeline = load_yaml(PIPELINE, "n.yaml", Path(__file__).parents[1], near_catalog)
-        steps = make_plan(pipeline, TWO, near_catalog).steps
+        pipeline = load_yaml(PIPELINE, "n.yaml", Path(__file__).parents[1], device_catalog)
+        steps = make_plan(pipeline, TWO, device_catalog).steps
         known = {one.name: Measured(GIB, {8: GIB}, run_ms.get(one.name, {})) for one in steps}
         profiles = {one.name: StepProfile(step_digest(one), {"cuda H200": known[one.name]}) for one in steps}
-        return make_plan(pipeline, TWO, near_catalog, Profile(profiles))
+        return make_plan(pipeline, TWO, device_catalog, Profile(profiles))
 
     return plan
 

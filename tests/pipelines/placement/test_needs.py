@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def found(near_catalog: dict[str, str]):
+def found(device_catalog: dict[str, str]):
     def find(step: str, profile=lambda digest: None, outputs: str = "a.image", inputs: str = "photo: image") -> Needs:
-        catalog = near_catalog | {"llm": "weftline.engine.llm.node:Llm"}
+        catalog = device_catalog | {"llm": "weftline.engine.llm.node:Llm"}
         text = f"weftline: 1\nname: n\ninputs: {{{inputs}}}\nsteps: {{a: {step}}}\noutputs: {{o: {outputs}}}\n"
         checked = examine(load_yaml(text, "n.yaml", ROOT, catalog), catalog)
         assert checked.problems == ()
@@ -72,10 +72,10 @@ def test_rounds_take_as_long_as_with_the_most_that_were_measured(found) -> None:
     assert found(f"{{{LLM}}}", known, outputs="a.text", inputs="q: text").steps["a"].ms == {"cuda:0": 10}
 
 
-def test_who_answers_where_another_fails_has_no_work(near_catalog: dict[str, str]) -> None:
+def test_who_answers_where_another_fails_has_no_work(device_catalog: dict[str, str]) -> None:
     text = "weftline: 1\nname: n\ninputs: {photo: image}\noutputs: {o: a.image}\nsteps:\n"
     text += "  a: {node: blur, inputs: {image: photo}, fallback: b}\n  b: {node: blur, inputs: {image: photo}}\n"
-    checked = examine(load_yaml(text, "n.yaml", ROOT, near_catalog), near_catalog)
+    checked = examine(load_yaml(text, "n.yaml", ROOT, device_catalog), device_catalog)
     digest = digest_of(checked.steps["a"].reference, to_options(checked.steps["a"].config))
     both = StepProfile(digest, {"cuda L4": Measured(MIB, run_ms={1: 5})})
     needs = needs_of(checked, MIXED, Profile({"a": both, "b": both})).steps

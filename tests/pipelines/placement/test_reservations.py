@@ -31,15 +31,15 @@ INPUTS = {NAME: ("photo: image", "label: name.label"), GROW: ('x: "float32[4, 8]
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     """Return the plan of one step: `name` takes what it says, `grow` what is left as well."""
 
     def make(step: str, machine: Machine = ONE, gib: float | None = None, more: str = "", options: str = "") -> Plan:
         takes, gives = INPUTS[step]
         stated = "" if gib is None else f", device_bytes: {int(gib * GIB)}"
         text = f"inputs: {{{takes}}}\nsteps:\n  {step.format(stated + options)}\noutputs: {{{gives}}}\n{more}\n"
-        pipeline = load_yaml(f"weftline: 1\nname: one\n{text}", "one.yaml", Path(), near_catalog)
-        return make_plan(pipeline, machine, near_catalog)
+        pipeline = load_yaml(f"weftline: 1\nname: one\n{text}", "one.yaml", Path(), device_catalog)
+        return make_plan(pipeline, machine, device_catalog)
 
     return make
 

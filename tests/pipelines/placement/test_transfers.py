@@ -31,16 +31,16 @@ outputs: {labels: name.label%s}
 
 
 @pytest.fixture
-def planned(near_catalog: dict[str, str]):
+def planned(device_catalog: dict[str, str]):
     def make(text: str, machine: Machine = ONE) -> Plan:
         text = f"weftline: 1\nname: near\n{text}"
-        return make_plan(load_yaml(text, "near.yaml", Path(), near_catalog), machine, near_catalog)
+        return make_plan(load_yaml(text, "near.yaml", Path(), device_catalog), machine, device_catalog)
 
     return make
 
 
 def near(plan: Plan) -> dict[str, tuple[tuple[str, ...], Mapping[str, str]]]:
-    return {step.name: (step.near_inputs, step.near_outputs) for step in plan.steps}
+    return {step.name: (step.device_inputs, step.device_outputs) for step in plan.steps}
 
 
 def test_photo_crops_and_labels_touch_the_host_on_the_way_in_and_out_alone(planned) -> None:
@@ -170,10 +170,10 @@ def test_steps_that_share_a_process_are_on_one_gpu(planned) -> None:
     assert problem.found == "name is on fake:1, and its shared worker w uses fake:0"
 
 
-def test_a_node_that_cannot_say_its_ports_is_a_problem(planned, near_catalog, monkeypatch) -> None:
+def test_a_node_that_cannot_say_its_ports_is_a_problem(planned, device_catalog, monkeypatch) -> None:
     from weftline.nodes.catalog import resolve
 
-    node = resolve("name", Path(), near_catalog)
+    node = resolve("name", Path(), device_catalog)
     monkeypatch.setattr(node, "device_ports", classmethod(lambda cls, config, ports: {"imge"}))
     with pytest.raises(PipelineError) as refused:
         planned(PHOTO % ("", "", "", ""))
@@ -191,9 +191,9 @@ def test_jobs_bring_blocks_of_rows_through_host_memory(planned) -> None:
 
     text = PHOTO.replace(", map: image", "").replace("cut.crops", "find.image") % ("", "", "", "")
     plan = planned(text.replace("  cut: {node: cut, inputs: {image: photo, boxes: find.boxes}}\n", ""))
-    assert plan.step("find").near_outputs == {"image": "device"}
+    assert plan.step("find").device_outputs == {"image": "device"}
     rows = block_plan(plan).plan
-    assert all((step.near_inputs, step.near_outputs) == ((), {}) for step in rows.steps)
+    assert all((step.device_inputs, step.device_outputs) == ((), {}) for step in rows.steps)
     assert all(worker.device_arena_bytes == 0 for worker in rows.workers)
 
 
@@ -250,4 +250,4 @@ def test_a_reader_behind_many_ways_through_controls_is_found_once(planned) -> No
     )
     found = [*Readers(plan.steps, ()).of(Wire("find", "image"))]
     assert [(step.name, port) for step, port in found] == [("name", "image")]
-    assert plan.step("find").near_outputs == {"image": "device"}
+    assert plan.step("find").device_outputs == {"image": "device"}

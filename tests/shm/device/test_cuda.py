@@ -18,8 +18,17 @@ from tests.shm.device.bindings import StandIn, kinds_of  # noqa: E402 - after th
 from weftline.errors import MissingPackage  # noqa: E402
 from weftline.shm.device import cuda  # noqa: E402
 from weftline.shm.device.cuda import CudaDriver  # noqa: E402
-from weftline.shm.device.cuda_errors import LOST, NO_DRIVER, NUMBERS, OUT_OF_MEMORY, error_of  # noqa: E402
-from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError, GpuDriver  # noqa: E402
+from weftline.shm.device.driver import (  # noqa: E402  # noqa: E402
+    LOST,
+    NO_DRIVER,
+    NUMBERS,
+    OUT_OF_MEMORY,
+    DeviceLost,
+    DeviceOutOfMemory,
+    DriverError,
+    GpuDriver,
+    error_of,
+)
 from weftline.testing.recorder import ROLES  # noqa: E402
 
 MIB = 1 << 20

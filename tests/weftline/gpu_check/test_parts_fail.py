@@ -86,7 +86,7 @@ def run(name: str, environment: dict[str, str] | None = None, left_s: float = 60
 @pytest.mark.parametrize(
     ("name", "mistake", "said"),
     [
-        ("share", SHORT_COPIES, "rung descriptor, 1 MiB at 0: checksum"),
+        ("share", SHORT_COPIES, "share mode descriptor, 1 MiB at 0: checksum"),
         ("costs", NO_WAITS, "the maker failed to time_events: wait_event: NOT_READY"),
         ("exporter killed", SHORT_COPIES, "the first heir, 1 MiB at 0: checksum"),
         ("read-only", WRITABLE, "after a guest's write: checksum"),

@@ -1,4 +1,4 @@
-"""Driver calls of arenas, ladders and events, by roles: equal for a real and a fake driver."""
+"""Driver calls of arenas, share modes and events, by roles: equal for a real and a fake driver."""
 
 import os
 from typing import cast
@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from weftline.shm.block import Block
-from weftline.shm.device.arena import DeviceArena
+from weftline.shm.device.arena import DeviceArena, probe
 from weftline.shm.device.driver import DriverError, GpuDriver
 from weftline.shm.device.events import SharedEvents
-from weftline.shm.device.ladder import probe
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
 from weftline.testing.fake_gpu.gpu import FakeGpu
@@ -21,10 +20,10 @@ MIB = 1 << 20
 
 
 def life_of_an_arena(owner: GpuDriver, guest: GpuDriver) -> None:
-    """Climb the ladder, share memory and events with a guest, move a tensor, and close everything."""
+    """Choose a share mode, share memory and events with a guest, move a tensor, and close everything."""
     arena = probe(owner, 3 * MIB).arena
     assert arena is not None
-    theirs = DeviceArena.attach(guest, arena.size_bytes, arena.rung, os.dup(arena.fd), arena.handle)
+    theirs = DeviceArena.attach(guest, arena.size_bytes, arena.share_mode, os.dup(arena.fd), arena.handle)
     events = SharedEvents.create(owner, 2)
     opened = SharedEvents.attach(guest, events.handles)
     writing, reading = owner.stream(), guest.stream()
@@ -102,7 +101,7 @@ def test_a_number_that_comes_again_is_something_new() -> None:
 
 def test_a_refusal_is_noted_and_goes_on() -> None:
     recorder = Recorder(FakeGpu("fake-alone:0"))
-    assert probe(recorder.driver, MIB).rung == "host"
+    assert probe(recorder.driver, MIB).share_mode == "host"
     assert [call.result for call in recorder.calls if call.name in ("create", "share")] == ["refused: DriverError"] * 2
     with pytest.raises(DriverError):
         recorder.driver.create(MIB)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weftline.shm.device.driver import EVENT_HANDLE_BYTES, DriverError
-from weftline.testing.fake_gpu.process import Process
+from weftline.testing.fake_gpu.context import Process
 
 SLOT_WORDS = 8
 """Words of 8 bytes per slot; the first slot is the header of the memory."""

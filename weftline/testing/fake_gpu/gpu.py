@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING
 
 from weftline.shm.device.driver import DriverError
 from weftline.testing.fake_gpu.addresses import Addresses
-from weftline.testing.fake_gpu.context import Context
+from weftline.testing.fake_gpu.context import Context, Process
 from weftline.testing.fake_gpu.event_table import EventTable
 from weftline.testing.fake_gpu.memories import GRANULARITY_BYTES, Memories
-from weftline.testing.fake_gpu.process import Process
 from weftline.testing.fake_gpu.queue import Queue, Span, Work
 from weftline.testing.fake_gpu.streams import Streams
 from weftline.testing.fake_gpu.watch import POISON

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 
+from weftline.testing.fake_gpu.context import Process
 from weftline.testing.fake_gpu.gpu import TOTAL_BYTES, FakeGpu
-from weftline.testing.fake_gpu.process import Process
 from weftline.testing.fake_gpu.queue import Queue, Work
 from weftline.testing.fake_gpu.watch import Watch
 

@@ -1,16 +1,62 @@
-"""Memories of one process on a fake device: create, import, map and release."""
+"""Memories of one process on a fake device: create, import, map and release.
+
+Legacy sharing: a handle of 64 bytes names a process and its descriptor, and the opener duplicates the descriptor with
+pidfd_getfd(2) (Linux 5.6). Workers are hardened (PR_SET_DUMPABLE 0), so that this fails between two of them unless they
+have CAP_SYS_PTRACE.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from typing import NamedTuple
 
-from weftline.shm.device.driver import DeviceOutOfMemory, DriverError
+from weftline.shm.device.driver import SHARE_HANDLE_BYTES, DeviceOutOfMemory, DriverError
 from weftline.testing.fake_gpu import watch as rules
 from weftline.testing.fake_gpu.addresses import Addresses
 from weftline.testing.fake_gpu.context import Context
 from weftline.testing.fake_gpu.memory import FakeMemory, Mapping
-from weftline.testing.fake_gpu.sharing import ShareHandle
 from weftline.testing.fake_gpu.streams import Streams
+
+_MAGIC = b"fakshare"
+_PIDFD_GETFD = 438
+"""Number of the system call pidfd_getfd on x86-64, arm64 and riscv64."""
+
+
+class ShareHandle(NamedTuple):
+    """Memory identity, and the maker's process and file descriptor."""
+
+    identity: int
+    pid: int
+    descriptor: int
+
+    def written(self) -> bytes:
+        parts = [_MAGIC, *(number.to_bytes(8, "little") for number in self)]
+        return b"".join(parts).ljust(SHARE_HANDLE_BYTES, b"\0")
+
+    @classmethod
+    def read(cls, handle: bytes) -> ShareHandle:
+        if len(handle) != SHARE_HANDLE_BYTES or handle[:8] != _MAGIC:
+            raise DriverError("open_shared", "INVALID_HANDLE", "this is no allocation of a fake device")
+        identity, pid, descriptor = (int.from_bytes(handle[at : at + 8], "little") for at in (8, 16, 24))
+        return cls(identity, pid, descriptor)
+
+    def open(self) -> int:
+        """Duplicate the maker's descriptor into this process. DriverError: the kernel refuses."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except (OSError, OverflowError):
+            raise DriverError("open_shared", "INVALID_HANDLE", "the process that made the allocation is gone") from None
+        try:
+            libc = ctypes.CDLL(None, use_errno=True)
+            opened = int(libc.syscall(_PIDFD_GETFD, process, ctypes.c_uint32(self.descriptor & 0xFFFFFFFF), 0))
+        finally:
+            os.close(process)
+        if opened < 0:
+            why = os.strerror(ctypes.get_errno())
+            raise DriverError("open_shared", "NOT_SUPPORTED", f"the kernel does not lend its maker's descriptor: {why}")
+        return opened
+
 
 GRANULARITY_BYTES = 2 << 20
 """Allocation granularity of `create` and of memory that is shared by handle, as with CUDA."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from weftline.shm.block import PAGE_BYTES, align_up
 from weftline.shm.device.driver import DriverError
+from weftline.testing.fake_gpu.context import Process
 from weftline.testing.fake_gpu.events import SLOT_WORDS, EventPage
-from weftline.testing.fake_gpu.process import Process
 
 HIDDEN_BYTES = 1 << 20
 """Size for 16,383 events, far more than the owner of an arena makes."""

@@ -10,8 +10,8 @@ import pytest
 from tests.shm.device.fakes import brought_in, made, peek, poke, puts
 from weftline.shm.device.driver import DeviceLost, DriverError
 from weftline.testing.fake_gpu import streams
+from weftline.testing.fake_gpu.context import Process
 from weftline.testing.fake_gpu.gpu import GRANULARITY_BYTES, FakeGpu
-from weftline.testing.fake_gpu.process import Process
 
 
 class Pair:

@@ -52,16 +52,16 @@ def with_devices(plan: Plan, seed: int) -> Plan:
         for one in plan.workers
     )
 
-    def near(step: PlannedStep) -> PlannedStep:
+    def on_device(step: PlannedStep) -> PlannedStep:
         if step.streams or not step.workers or not all(workers[one].device for one in step.workers):
             return step
         ports = [port.name for port in step.outputs if port.type.kind != "json" and rng.random() < 0.8]
         read = tuple(one.port for one in step.inputs if takes.random() < 0.6)
         given = {port: "device" if rng.random() < 0.7 else "both" for port in ports}
-        return replace(step, near_inputs=read, near_outputs=given)
+        return replace(step, device_inputs=read, device_outputs=given)
 
     ordering = "event" if rng.random() < 0.7 else "host"
-    return replace(plan, workers=workers, steps=tuple(map(near, plan.steps)), ordering=ordering)
+    return replace(plan, workers=workers, steps=tuple(map(on_device, plan.steps)), ordering=ordering)
 
 
 @dataclass(slots=True)
@@ -103,13 +103,13 @@ class _Side:
     from_then: set[int] = field(default_factory=set)
 
 
-class NearWorld:
+class DeviceWorld:
     """The device of all workers of a plan."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         self.rng = random.Random(seed + 1_000_000)
         self.any = any(worker.device for worker in plan.workers)
-        self.rung = self.rng.choice(("descriptor", "descriptor", "handle"))
+        self.share_mode = self.rng.choice(("descriptor", "descriptor", "handle"))
         self.release_ms = self.rng.choice((10.0, 400.0))
         """Most that a device takes for a dispatch."""
         self._plan = plan
@@ -144,7 +144,7 @@ class NearWorld:
         if self.rng.random() < 0.1:
             return msg.DeviceUp(DEVICE, 0, "host", why="drawn")
         events = (b"e" * EVENT_HANDLE_BYTES,) * self._events if self._plan.ordering == "event" else ()
-        return msg.DeviceUp(DEVICE, planned.device_arena_bytes, self.rung, b"", events)
+        return msg.DeviceUp(DEVICE, planned.device_arena_bytes, self.share_mode, b"", events)
 
     def share(self, worker: int, arena: int) -> None:
         if worker in self._sides:  # else it has died, and its arena was reported with that
@@ -191,7 +191,10 @@ class NearWorld:
         """A worker is asked to copy what lies in its arena alone: until it has, it reads there."""
         if worker not in self._sides:
             return
-        if any(value.near is None or value.near.arena != self._sides[worker].arena for value in message.values):
+        if any(
+            value.device_place is None or value.device_place.arena != self._sides[worker].arena
+            for value in message.values
+        ):
             raise AssertionError(f"worker {worker} is to fetch what does not lie in its arena")
         self._begin(worker, ("fetch", message.token), (msg.Item(0, message.values),), (), None)
 
@@ -218,7 +221,7 @@ class NearWorld:
             del self._unfired[event]
         if side.arena:
             self._gone.add(-side.arena)
-            if self.rung == "handle":
+            if self.share_mode == "handle":
                 self._gone.add(side.arena)
 
     # work
@@ -232,11 +235,11 @@ class NearWorld:
             raise AssertionError("a suspect may leave its work unfinished")
         if worker in self._sides and self._sides[worker].on_host:
             self._sides[worker].from_then.add(message.dispatch)
-            if message.near_room or message.ready is not None:
+            if message.device_output_blocks or message.ready is not None:
                 raise AssertionError(f"worker {worker} has room on a device where others see nothing of it")
         if message.ready is not None and message.ready.arena in self._unmarked:
             raise AssertionError(f"worker {worker} marks its work by an event that a worker cannot open")
-        blocks = (*message.near_room.values(), *(() if message.ready is None else (message.ready,)))
+        blocks = (*message.device_output_blocks.values(), *(() if message.ready is None else (message.ready,)))
         self._lease(blocks)
         takes = None if message.chain else self._takes(message.step)
         self._begin(worker, ("run", message.dispatch), message.items, blocks, takes)
@@ -247,14 +250,14 @@ class NearWorld:
     def _takes(self, step: int) -> set[int]:
         """Return the positions of the inputs that a step takes on its device."""
         planned = self._plan.steps[step]
-        return {at for at, one in enumerate(planned.inputs) if one.port in planned.near_inputs}
+        return {at for at, one in enumerate(planned.inputs) if one.port in planned.device_inputs}
 
-    def granted(self, worker: int, room: msg.OutputBuffer, dispatch: int | None) -> None:
+    def granted(self, worker: int, buffer: msg.OutputBuffer, dispatch: int | None) -> None:
         """A worker is given room on its device, for a dispatch that runs."""
-        self._lease(room.near)
+        self._lease(buffer.device_blocks)
         work = self._sides[worker].work.get(("run", dispatch or 0)) if worker in self._sides else None
         if work is not None:
-            work.uses += map(_range, room.near)
+            work.uses += map(_range, buffer.device_blocks)
 
     def waits(self, worker: int, kind: str, id: int) -> bool:
         """Whether the events that this work waits for are still to fire, if they ever will."""
@@ -264,8 +267,8 @@ class NearWorld:
 
     def strikes(self, message: msg.RunBatch) -> bool:
         """Whether a worker dies, as it begins, of its own accord: in some worlds, of what reads on a device."""
-        near = any(value.near is not None for item in message.items for value in item.inputs)
-        return near and self._mortal and self.rng.random() < 0.15
+        on_device = any(value.device_place is not None for item in message.items for value in item.inputs)
+        return on_device and self._mortal and self.rng.random() < 0.15
 
     def falls(self) -> bool:
         """Whether a worker dies while its device is at work."""
@@ -322,27 +325,27 @@ class NearWorld:
         port: int,
         message: msg.RunBatch,
         position: int,
-        room: msg.OutputBuffer | None,
+        buffer: msg.OutputBuffer | None,
         unfinished: bool,
     ) -> msg.Value | None:
         """Return a value that lies on the device; None when there is no room for it there."""
         if any(message.dispatch in side.from_then for side in self._sides.values()):
             return None
-        where = self._plan.steps[step].near_outputs.get(self._plan.steps[step].outputs[port].name)
+        where = self._plan.steps[step].device_outputs.get(self._plan.steps[step].outputs[port].name)
         if where is None or self.rng.random() < 0.1:
             return None
-        if port in message.near_room and step == message.step:
-            block = message.near_room[port]
+        if port in message.device_output_blocks and step == message.step:
+            block = message.device_output_blocks[port]
             size = block.size_bytes // len(message.items)
-        elif room is not None and room.near:
-            block, size, position = room.near[0], 20_000, 0
+        elif buffer is not None and buffer.device_blocks:
+            block, size, position = buffer.device_blocks[0], 20_000, 0
         else:
             return None
         ready = message.ready.place(0, EVENT_BYTES) if unfinished and message.ready is not None else None
         place = None
-        if where == "both" and room is not None and room.blocks:
-            place = room.blocks[0].place(0, min(size, 20_000))
-        return msg.Value("bytes", place=place, near=block.place(position * size, size), ready=ready)
+        if where == "both" and buffer is not None and buffer.blocks:
+            place = buffer.blocks[0].place(0, min(size, 20_000))
+        return msg.Value("bytes", place=place, device_place=block.place(position * size, size), ready=ready)
 
     # what must hold
 
@@ -352,7 +355,7 @@ class NearWorld:
         for value in leaves(values):
             if _is_hidden(value, known):
                 raise AssertionError(f"worker {worker} is sent what it cannot see: {value}")
-            for lies in (value.near, value.ready):
+            for lies in (value.device_place, value.ready):
                 if lies is not None and lies.arena in self._gone:
                     raise AssertionError(f"a value lies in arena {lies.arena}, which ended with its worker")
 
@@ -392,8 +395,8 @@ class NearWorld:
         values = [
             one
             for one, there in read
-            if one.near
-            and one.near.arena not in blind
+            if one.device_place
+            and one.device_place.arena not in blind
             and (one.ready is None or one.ready.arena not in blind)
             and (there or not one.place)
         ]
@@ -421,13 +424,13 @@ class NearWorld:
 
 def _is_hidden(value: msg.Value, blind: Collection[int]) -> bool:
     """Return whether a value lies only where a worker is blind, or is marked by an event that it cannot open."""
-    lies = value.near is not None and value.place is None
-    return lies and any(one is not None and one.arena in blind for one in (value.near, value.ready))
+    lies = value.device_place is not None and value.place is None
+    return lies and any(one is not None and one.arena in blind for one in (value.device_place, value.ready))
 
 
 def _places(values: Iterable[msg.Value]) -> Iterator[msg.Place]:
     for value in values:
-        for lies in (value.near, value.ready):
+        for lies in (value.device_place, value.ready):
             if lies is not None:
                 yield lies
 

@@ -1,12 +1,11 @@
-"""The ladder: the first rung that bears, and every refusal kept in words."""
+"""Choice of the share mode: the first mode that works, with the reason of every refused one."""
 
 from pathlib import Path
 
 import pytest
 
-from weftline.shm.device.arena import DeviceArena
+from weftline.shm.device.arena import SHARE_MODES, DeviceArena, probe
 from weftline.shm.device.driver import DeviceLost, DeviceOutOfMemory, DriverError
-from weftline.shm.device.ladder import RUNGS, probe
 from weftline.testing.fake_gpu.gpu import FakeGpu
 
 MIB = 1 << 20
@@ -53,19 +52,19 @@ def shaky(*fails: DriverError) -> Shaky:
 
 
 @pytest.mark.parametrize(
-    ("device", "rung"), [("fake:0", 0), ("fake-legacy:0", 1), ("fake-alone:0", 2), ("fake-closed:0", 0)]
+    ("device", "share_mode"), [("fake:0", 0), ("fake-legacy:0", 1), ("fake-alone:0", 2), ("fake-closed:0", 0)]
 )
-def test_a_device_stands_on_the_best_rung_that_bears_it(device: str, rung: int) -> None:
-    standing = probe(FakeGpu(device), 3 * MIB)
-    assert standing.rung == RUNGS[rung]
-    assert [f"{name}: " in standing.why for name in RUNGS[:rung]] == [True] * rung
-    if standing.arena is None:
-        assert standing.rung == "host"
+def test_a_device_is_shared_in_the_first_mode_that_works(device: str, share_mode: int) -> None:
+    shared = probe(FakeGpu(device), 3 * MIB)
+    assert shared.share_mode == SHARE_MODES[share_mode]
+    assert [f"{name}: " in shared.why for name in SHARE_MODES[:share_mode]] == [True] * share_mode
+    if shared.arena is None:
+        assert shared.share_mode == "host"
     else:
-        assert standing.arena.size_bytes == 4 * MIB
-        assert (standing.arena.fd >= 0) == (standing.rung == "descriptor")
-        assert len(standing.arena.handle) == (64 if standing.rung == "handle" else 0)
-        standing.arena.close()
+        assert shared.arena.size_bytes == 4 * MIB
+        assert (shared.arena.fd >= 0) == (shared.share_mode == "descriptor")
+        assert len(shared.arena.handle) == (64 if shared.share_mode == "handle" else 0)
+        shared.arena.close()
 
 
 @pytest.mark.parametrize("call", ["create", "export", "import_memory"])
@@ -73,18 +72,18 @@ def test_a_refusal_of_the_first_mode_selects_the_second_and_is_kept(call: str) -
     driver = shaky(DriverError(call, "CUDA_ERROR_NOT_SUPPORTED", "in a container"))
     DeviceArena.create(FakeGpu("fake:0"), MIB).close()  # a fake opens what it keeps for itself at its first memory
     before = open_descriptors()
-    standing = probe(driver, MIB)
-    assert standing.rung == "handle"
-    assert standing.why == f"descriptor: {call}: CUDA_ERROR_NOT_SUPPORTED (in a container)"
-    assert standing.arena is not None
-    assert driver.total - driver.memory()[0] == standing.arena.size_bytes  # what was tried first is given back
-    standing.arena.close()
+    shared = probe(driver, MIB)
+    assert shared.share_mode == "handle"
+    assert shared.why == f"descriptor: {call}: CUDA_ERROR_NOT_SUPPORTED (in a container)"
+    assert shared.arena is not None
+    assert driver.total - driver.memory()[0] == shared.arena.size_bytes  # what was tried first is given back
+    shared.arena.close()
     assert open_descriptors() <= before
 
 
 def test_both_refusals_are_reported_by_the_last_mode() -> None:
-    standing = probe(shaky(DriverError("export", "NO"), DriverError("share", "NEITHER")), MIB)
-    assert standing == (None, "host", "descriptor: export: NO; handle: share: NEITHER")
+    shared = probe(shaky(DriverError("export", "NO"), DriverError("share", "NEITHER")), MIB)
+    assert shared == (None, "host", "descriptor: export: NO; handle: share: NEITHER")
 
 
 def test_want_of_memory_and_a_lost_device_are_errors_and_not_refusals() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from tests.shm.device.fakes import brought_in, peek
 from weftline.shm.device.driver import DeviceLost, DriverError
+from weftline.testing.fake_gpu.context import Process, lives, this_process
 from weftline.testing.fake_gpu.gpu import GRANULARITY_BYTES, FakeGpu
-from weftline.testing.fake_gpu.process import Process, lives, this_process
 
 CHILD = """
 import socket, sys
