@@ -255,3 +255,8 @@ BY_NAME: dict[str, type[WeftlineError]] = {
     )
 }
 """The errors that may cross from a worker to the runtime, by the name they travel under."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first non-empty line of an error's text, or the name of its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

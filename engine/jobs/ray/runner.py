@@ -189,7 +189,7 @@ class RayRunner:
         except Exception:
             reason = ""  # the coordinator is gone, which is the reason
         if not reason:
-            found = "its machine may be gone" if error is None else _first_line(error)
+            found = "its machine may be gone" if error is None else _last_line(error)
             reason = f"the replicas on the Ray cluster ended: {found}"
         return ModelError(reason)
 
@@ -263,7 +263,7 @@ def _resolve(future: Future[BlockResult], end: BlockResult | WeftlineError) -> N
         pass
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()[:300] if lines else ''}"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from weftline.engine.jobs.rows import Source
 from weftline.engine.jobs.sources.formats import check_format, chosen, mixed, shown_url
 from weftline.engine.jobs.spec import DataSpec
-from weftline.errors import InputError, MissingPackage
+from weftline.errors import InputError, MissingPackage, first_line
 
 if TYPE_CHECKING:
     from weftline.engine.jobs.sources.locations import Listing, SourceFile
@@ -70,7 +70,7 @@ def source_over(dataset: Any, spec: DataSpec) -> Source:
         try:
             reader = TableReader(pa.Table.from_pylist(list(dataset)))
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"rows that are no table: {str(error).splitlines()[0]:.200}") from None
+            raise InputError(f"rows that are no table: {first_line(error):.200}") from None
     else:
         raise InputError(
             f"a data set of type {type(dataset).__name__}; expected an Arrow table, a Hugging Face data set, "

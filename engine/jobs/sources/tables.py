@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weftline.engine.jobs.sources.formats import shown_url
-from weftline.engine.jobs.sources.locations import SourceFile, first_line, of_tables, origins, unreadable
+from weftline.engine.jobs.sources.locations import SourceFile, of_tables, origins, unreadable
 from weftline.engine.jobs.sources.reader import (
     Batch,
     Mark,
@@ -30,7 +30,7 @@ from weftline.engine.jobs.sources.reader import (
     rows_at_a_time,
 )
 from weftline.engine.jobs.sources.text_reader import StandardInput
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import did_you_mean, listed
 
 FOOTERS_AT_A_TIME = 8
@@ -319,7 +319,7 @@ class TableReader:
             try:
                 table = self._rows(row, min(row + self._batch_rows, end))
             except _READ_ERRORS as error:
-                raise InputError(f"{shown}, row {row}: cannot be read: {first_line(error)}") from None
+                raise InputError(f"{shown}, row {row}: cannot be read: {first_line(error):.300}") from None
             yield Batch(row, row, cast_columns(table, self.schema, shown))
 
     def fingerprint(self) -> Mapping[str, str]:
@@ -344,7 +344,7 @@ class HuggingFaceReader(TableReader):
         try:
             probe = self._rows(0, min(PROBE_ROWS, len(self._dataset)))
         except _READ_ERRORS as error:
-            raise InputError(f"{origin.shown}: cannot be read: {first_line(error)}") from None
+            raise InputError(f"{origin.shown}: cannot be read: {first_line(error):.300}") from None
         super().__init__(probe, origin)
 
     @property
@@ -365,7 +365,7 @@ def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, st
     try:
         found = datasets.load_from_disk(path, storage_options=dict(storage) or None)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise InputError(shown_url(f"{shown}: no Hugging Face data set: {first_line(error)}")) from None
+        raise InputError(shown_url(f"{shown}: no Hugging Face data set: {first_line(error):.300}")) from None
     dataset = _one_split(found, split, shown)
     return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), shown, path))
 
@@ -381,7 +381,7 @@ def by_name(name: str, split: str | None) -> HuggingFaceReader:
         found = datasets.load_dataset(path, config or None, split=split)
     except Exception as error:  # any exception of a hub, a builder or a file system
         raise InputError(
-            f"hf:{name}: cannot be loaded: {type(error).__name__}: {first_line(error)}\n"
+            f"hf:{name}: cannot be loaded: {type(error).__name__}: {first_line(error):.300}\n"
             "    fix: check the name, the split and the network; a folder written by save_to_disk needs neither"
         ) from None
     dataset = _one_split(found, None if split else split, f"hf:{name}")

@@ -11,8 +11,10 @@ import pytest
 
 from tests.engine.jobs.sources.conftest import table, tar
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE
+from weftline.engine.jobs.sources.csv_reader import CsvReader
+from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE, cast_columns
 from weftline.engine.jobs.sources.source import open_source, source_over
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -186,3 +188,29 @@ def test_a_key_that_comes_twice_is_found_when_an_archive_is_read_on(tmp_path: Pa
         first = next(iter(opened(tmp_path / "x.tar").read()))
         with pytest.raises(InputError, match=r"0.txt: row 0 was there already"):
             list(opened(tmp_path / "x.tar").read(first.after, len(first)))
+
+
+class SilentArray:
+    """Column whose cast fails with an error that has no text."""
+
+    type = pa.string()
+
+    def cast(self, type: pa.DataType) -> None:
+        raise pa.ArrowInvalid("")
+
+
+class SilentTable:
+    def column(self, name: str) -> SilentArray:
+        return SilentArray()
+
+
+def test_an_arrow_error_without_text_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"a.arrow: column n: .*\(ArrowInvalid\)"):
+        cast_columns(SilentTable(), pa.schema([("n", pa.int64())]), "a.arrow")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise pa.ArrowInvalid("")
+
+    monkeypatch.setattr("pyarrow.csv.read_csv", fail)
+    with pytest.raises(InputError, match="standard input:1: cannot be read as CSV: ArrowInvalid"):
+        CsvReader(StandardInput(io.BytesIO(b"a,b\n1,2\n")))
