@@ -22,7 +22,14 @@ import numpy as np
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed
 from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
-from weftline.engine.jobs.runners.plans import EXACT, BlockPlan, block_plan, check_outputs, find_block_obstacle, rows_of
+from weftline.engine.jobs.runners.plans import (
+    EXACT,
+    BlockPlan,
+    block_plan,
+    block_rows_of,
+    check_outputs,
+    find_block_obstacle,
+)
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
@@ -38,7 +45,6 @@ from weftline.errors import (
     WorkerDied,
 )
 from weftline.pipelines.placement.place import Machine
-from weftline.pipelines.placement.plan import Plan
 from weftline.shm.spec import TensorSpec
 
 DECODERS = 4
@@ -46,11 +52,6 @@ DECODERS = 4
 
 WAIT_S = 0.02
 """Pause after a refused block."""
-
-
-def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
-    """Return the rows of a block for a plan that can run in blocks."""
-    return rows_of(plan, outputs)
 
 
 class BlockRunner:

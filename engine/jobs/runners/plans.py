@@ -112,7 +112,7 @@ def required_steps(plan: Plan, outputs: Collection[str] | None = None) -> tuple[
     return tuple(reversed(found))
 
 
-def rows_of(plan: Plan, outputs: Collection[str] | None = None) -> int:
+def block_rows_of(plan: Plan, outputs: Collection[str] | None = None) -> int:
     """Return the rows of a block: as many as fit into BLOCK_BYTES, in whole batches where possible.
 
     A block that ends within a batch of a step leaves a small batch.

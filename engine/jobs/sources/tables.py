@@ -1,4 +1,4 @@
-"""Readers of Arrow data: Parquet, Arrow IPC, tables in memory and Hugging Face data sets.
+"""Readers of Arrow data: Parquet, Arrow IPC and Hugging Face data sets.
 
 Each reads batches of bounded size. Batch boundaries depend on the file alone, so that a mark leads to the same batch
 when a job resumes.
@@ -6,7 +6,6 @@ when a job resumes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -43,7 +42,6 @@ PIECE_ROWS = 1_000
 PROBE_ROWS = 8
 """Rows read first, to estimate the bytes per row."""
 
-IN_MEMORY = Origin("rows", "the table")
 _READ_ERRORS = (pa.ArrowException, OSError)
 
 
@@ -294,22 +292,30 @@ def _sliced(
             row += part.num_rows
 
 
-class TableReader:
-    """Rows of known number in one table. A piece is a range of rows, or all when not `fine`; a mark is a row."""
+class HuggingFaceReader:
+    """One split of a Hugging Face data set. `datasets` keeps its files mapped while the data set exists.
 
-    def __init__(self, table: pa.Table, origin: Origin = IN_MEMORY) -> None:
-        check_names(table.schema, origin.shown)
-        self._table = table
-        self._batch_rows = rows_at_a_time(table.num_rows, table.nbytes)
+    A piece is a range of rows, or all when not `fine`; a mark is a row.
+    """
+
+    def __init__(self, dataset: Any, origin: Origin) -> None:
+        self._dataset = dataset.with_format("arrow")
+        self._fingerprint = str(dataset._fingerprint)
+        try:
+            probe = self._dataset[0 : min(PROBE_ROWS, len(self._dataset))]
+        except _READ_ERRORS as error:
+            raise InputError(f"{origin.shown}: cannot be read: {first_line(error):.300}") from None
+        check_names(probe.schema, origin.shown)
+        self._batch_rows = rows_at_a_time(probe.num_rows, probe.nbytes)
         self.origins: Sequence[Origin] = (origin,)
-        self.schema: pa.Schema = normalized_schema(table.schema)
+        self.schema: pa.Schema = normalized_schema(probe.schema)
 
     @property
     def rows(self) -> int | None:
-        return len(self._table)
+        return len(self._dataset)
 
     def pieces(self, fine: bool) -> Sequence[RowRange]:
-        total = self.rows or 0
+        total = len(self._dataset)
         size = min(PIECE_ROWS, self._batch_rows) if fine else max(total, 1)
         return [RowRange(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
 
@@ -317,45 +323,16 @@ class TableReader:
         shown, end = self.origins[0].shown, piece.row + (piece.rows or 0)
         for row in range(piece.row if at is None else at, end, self._batch_rows):
             try:
-                table = self._rows(row, min(row + self._batch_rows, end))
+                table = self._dataset[row : min(row + self._batch_rows, end)]
             except _READ_ERRORS as error:
                 raise InputError(f"{shown}, row {row}: cannot be read: {first_line(error):.300}") from None
             yield Batch(row, row, cast_columns(table, self.schema, shown))
 
     def fingerprint(self) -> Mapping[str, str]:
-        digest = hashlib.sha256(str(self.schema).encode())
-        for batch in self._table.to_batches():
-            digest.update(batch.serialize())
-        return {"rows": f"{self._table.num_rows} rows sha256:{digest.hexdigest()}"}
-
-    def close(self) -> None:
-        """Do nothing: the table is in memory."""
-
-    def _rows(self, start: int, end: int) -> pa.Table:
-        return self._table.slice(start, end - start)
-
-
-class HuggingFaceReader(TableReader):
-    """One split of a Hugging Face data set. `datasets` keeps its files mapped while the data set exists."""
-
-    def __init__(self, dataset: Any, origin: Origin) -> None:
-        self._dataset = dataset.with_format("arrow")
-        self._fingerprint = str(dataset._fingerprint)
-        try:
-            probe = self._rows(0, min(PROBE_ROWS, len(self._dataset)))
-        except _READ_ERRORS as error:
-            raise InputError(f"{origin.shown}: cannot be read: {first_line(error):.300}") from None
-        super().__init__(probe, origin)
-
-    @property
-    def rows(self) -> int | None:
-        return len(self._dataset)
-
-    def fingerprint(self) -> Mapping[str, str]:
         return {self.origins[0].name: f"{len(self._dataset)} rows datasets:{self._fingerprint}"}
 
-    def _rows(self, start: int, end: int) -> pa.Table:
-        return self._dataset[start:end]
+    def close(self) -> None:
+        """Do nothing: `datasets` closes its files."""
 
 
 def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, str]) -> HuggingFaceReader:

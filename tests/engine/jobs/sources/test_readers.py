@@ -13,7 +13,7 @@ from tests.engine.jobs.sources.conftest import table, tar
 from weftline.engine.jobs.rows import Source
 from weftline.engine.jobs.sources.csv_reader import CsvReader
 from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE, cast_columns
-from weftline.engine.jobs.sources.source import open_source, source_over
+from weftline.engine.jobs.sources.source import open_source
 from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
@@ -149,20 +149,6 @@ def test_a_local_builder_is_a_data_set_by_name(tmp_path: Path, monkeypatch: pyte
     source = opened(f"hf:{tmp_path / 'data'}")
     assert rows(source) == [{"a": 1}]
     assert next(iter(source.read())).ids == ["train#0"]
-
-
-@pytest.mark.parametrize("dataset", [table(5), table(5).to_pylist()])
-def test_what_is_in_memory_is_a_source(dataset: Any) -> None:
-    source = source_over(dataset, DataSpec((), limit=3))
-    assert [row["n"] for row in rows(source)] == [0, 1, 2]
-    assert source.fingerprint() == source_over(table(5), DataSpec(())).fingerprint()
-
-
-def test_what_is_no_data_set_is_refused() -> None:
-    with pytest.raises(InputError, match="a data set of type int"):
-        source_over(7, DataSpec(()))
-    with pytest.raises(InputError, match="rows that are no table"):
-        source_over([{"a": 1}, {"a": "x"}], DataSpec(()))
 
 
 @pytest.mark.parametrize(
