@@ -5,8 +5,8 @@
 One thread reads rows ahead. Several blocks execute concurrently. Another thread commits parts in order. After an early
 end (an error, a signal, a power loss) the committed parts stay, and the same call resumes after them.
 
-`_Run` executes the remaining rows, `Parts` assembles their results into parts, and a `Commit` callback writes a complete
-part: the next one, or the next revision of one whose error rows ran again.
+`_Run` executes the remaining rows, `Parts` assembles their results into parts, and a `Commit` callback writes a
+complete part: the next one, or the next revision of one whose error rows ran again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on, size_of
+from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.layout import EXTRAS
@@ -38,10 +39,6 @@ from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
 from weftline.errors import InputError, TooManyErrors
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
 
 INTERRUPTED = "interrupted"
 
@@ -164,13 +161,13 @@ class _Run:
         runner = self._runner
         parts = Parts(job.columns, self._store, commit, recorder.commit)
 
-        def submit(reading: ReadBlock) -> Future[BlockResult]:
-            return runner.submit(reading.block)
-
         try:
             with open_loader(job.source, job.spec.data) as loader:
                 readings = (_reading(job, loader, *one) for one in chain((first,), cuts))
-                flow = answered(readings, submit, runner.ahead, size=_size, stop=self._stopped, idle=self._look)
+                flow = answered(
+                    readings, lambda reading: runner.submit(reading.block), runner.ahead,
+                    size=lambda reading: reading.size_bytes, stop=self._stopped, idle=self._look,
+                )  # fmt: skip
                 with closing(flow):
                     for reading, answer in flow:
                         answer = parts.add(reading.block, answer, reading.after)
@@ -249,18 +246,10 @@ class _Run:
 def _reading(
     job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None, completes: bool
 ) -> ReadBlock:
-    block = _block(job, loader, one, places)
-    return ReadBlock(block, one.after, completes, size_of(block))
-
-
-def _size(reading: ReadBlock) -> int:
-    return reading.size_bytes
-
-
-def _block(job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None) -> RowBlock:
     """Return the block: converted inputs and kept columns."""
     inputs = job.binding.inputs(one.table, loader)
-    return RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+    block = RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+    return ReadBlock(block, one.after, completes, size_of(block))
 
 
 def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:
@@ -397,7 +386,7 @@ def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator
             some = places[at : at + job.block_rows]
             ids, tables = zip(*found[at : at + job.block_rows], strict=True)
             yield (
-                BlockRows(part, some[0], ids, _joined(tables), ResumePoint()),
+                BlockRows(part, some[0], ids, pa.concat_tables(tables), ResumePoint()),
                 some,
                 at + job.block_rows >= len(places),
             )
@@ -417,12 +406,6 @@ def _found(
             break
     if wanted is not None:
         raise InputError(f"row {wanted} of the job is no longer in the data")
-
-
-def _joined(tables: tuple[pa.Table, ...]) -> pa.Table:
-    import pyarrow as pa
-
-    return pa.concat_tables(tables)
 
 
 def commit_again(job: PreparedJob, store: Store) -> Commit:

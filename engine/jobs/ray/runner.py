@@ -29,7 +29,6 @@ from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_inf
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock
 from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.errors import ModelError, SessionClosed, Unavailable, WeftlineError
-from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_file
 
 IN_FLIGHT_MAX = 16
@@ -87,31 +86,13 @@ class RayRunner:
             )
             self._thread = threading.Thread(target=self._listen, args=(answers,), name="weftline-replicas", daemon=True)
             self._thread.start()
-            self._info = self._wait_info()
+            info = self._wait_info()
         except BaseException:
             self.close()
             raise
-        self._ahead = replicas * (self._info.ahead + 1)
-
-    @property
-    def ahead(self) -> int:
-        return self._ahead
-
-    @property
-    def block_rows(self) -> int:
-        return self._info.block_rows
-
-    @property
-    def inputs(self) -> Mapping[str, PortType]:
-        return self._info.inputs
-
-    @property
-    def outputs(self) -> Mapping[str, PortType]:
-        return self._info.outputs
-
-    @property
-    def repeatable(self) -> Mapping[str, str]:
-        return self._info.repeatable
+        self.ahead = replicas * (info.ahead + 1)
+        self.block_rows, self.inputs, self.outputs = info.block_rows, info.inputs, info.outputs
+        self.repeatable = info.repeatable
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
         future: Future[BlockResult] = Future()

@@ -29,6 +29,7 @@ from weftline.engine.jobs.runners.plans import (
     block_rows_of,
     check_outputs,
     find_block_obstacle,
+    row_inputs,
 )
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
 from weftline.engine.protocol.packed import PendingTensor
@@ -84,8 +85,7 @@ class BlockRunner:
         if why:
             raise PipelineError([Problem("", f"cannot run in blocks: {why}", file=plan.file)])
         self.outputs = {name: types[name] for name in outputs or types}
-        self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self.required = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.inputs, self.required = row_inputs(plan)
         self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
         self._passed_on = {
             one.name: one.wire.port for one in plan.outputs if one.wire.step is None and one.name in self.outputs

@@ -310,6 +310,13 @@ def repeatable(plan: Plan, outputs: Sequence[str], shared: bool) -> dict[str, st
     return {name: ROUNDING if loose[wire_of[name].step] else EXACT for name in outputs}
 
 
+def row_inputs(plan: Plan) -> tuple[dict[str, PortType], set[str]]:
+    """Return the types of a row's inputs, and the names of those that every row must have."""
+    inputs = [one for one in plan.inputs if not one.hidden]
+    types = {one.name: plan.input_types[one.name] for one in inputs}
+    return types, {one.name for one in inputs if not one.may_be_left_out}
+
+
 def check_outputs(plan: Plan, outputs: Sequence[str]) -> None:
     """Raise InputError when the pipeline lacks one of these outputs."""
     known = [one.name for one in plan.outputs]
