@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from weftline.engine.jobs.dataset_reader import ChunkedDataset, DatasetQuery, RowChunk, error_json, runs_of
@@ -19,6 +18,7 @@ from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.values import MediaEncoder, settled
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError
+from weftline.engine.jobs.runners.plans import row_inputs
 from weftline.errors import BY_NAME, InputError, MissingPackage, RemoteTraceback, StepError, WeftlineError
 from weftline.nodes.ports import PortType
 
@@ -84,9 +84,7 @@ def map_plan(
     factory: of the plan's runner.
     """
     _check(errors, factory.block_rows, factory.repeatable)
-    asked = [one for one in plan.inputs if not one.hidden]
-    inputs = {one.name: plan.input_types[one.name] for one in asked}
-    must = {one.name for one in asked if not one.may_be_left_out}
+    inputs, must = row_inputs(plan)
     runs = runs_of(dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, factory.block_rows))
     try:
         runner = factory()
@@ -111,8 +109,6 @@ def _mapped(
     if not as_dataset:
         return MappedRows(runner, runs, with_errors=with_errors)
     try:
-        from weftline.engine.jobs.dataset_map import made_dataset
-
         each = answered(runner, runs)
         return made_dataset(
             each if with_errors else _without_errors(each), runner.outputs, ERROR if with_errors else None
@@ -145,7 +141,7 @@ class MappedRows(Iterator[dict[str, Any]]):
     def __enter__(self) -> MappedRows:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -4,23 +4,31 @@
 
 One thread reads rows ahead. Several blocks execute concurrently. Another thread commits parts in order. After an early
 end (an error, a signal, a power loss) the committed parts stay, and the same call resumes after them.
+
+`_Run` executes the remaining rows, `Parts` assembles their results into parts, and a `Commit` callback writes a
+complete part: the next one, or the next revision of one whose error rows ran again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
+from typing import BinaryIO
 
 from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on, size_of
-from weftline.engine.jobs.commit import Commit, Parts, commit_again, commit_next, cuts_again, writing
+from weftline.engine.jobs.output.arrow import pa
+from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.layout import EXTRAS
-from weftline.engine.jobs.output.store import Store
-from weftline.engine.jobs.output.tables import hf_files, join_parts
+from weftline.engine.jobs.output.manifest import ErrorRow
+from weftline.engine.jobs.output.store import Draft, Store
+from weftline.engine.jobs.output.tables import amend_part, hf_files, join_parts, write_part
+from weftline.engine.jobs.output.values import MediaEncoder, settled
 from weftline.engine.jobs.prepare import PreparedJob, prepare
 from weftline.engine.jobs.progress import JobResult, Progress, Tally
 from weftline.engine.jobs.recorder import JobRecorder
@@ -30,7 +38,7 @@ from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
-from weftline.errors import TooManyErrors
+from weftline.errors import InputError, TooManyErrors
 
 INTERRUPTED = "interrupted"
 
@@ -63,9 +71,8 @@ def run_job(
     note:    called with messages beside the progress, one line each.
 
     PipelineError, InputError: a mistake in the spec, or unreadable data. JobChanged: the output holds results of
-                               another
-    job. TooManyErrors (`end` has the result so far), OutputFailed, ModelError; SessionClosed or Unavailable if the
-    runner ends.
+    another job. TooManyErrors (`end` has the result so far), OutputFailed, ModelError; SessionClosed or Unavailable if
+    the runner ends.
     """
     with prepare(spec, factory) as job, _open_store(job) as store:
         for warning in store.warnings:
@@ -154,13 +161,13 @@ class _Run:
         runner = self._runner
         parts = Parts(job.columns, self._store, commit, recorder.commit)
 
-        def submit(reading: ReadBlock) -> Future[BlockResult]:
-            return runner.submit(reading.block)
-
         try:
             with open_loader(job.source, job.spec.data) as loader:
                 readings = (_reading(job, loader, *one) for one in chain((first,), cuts))
-                flow = answered(readings, submit, runner.ahead, size=_size, stop=self._stopped, idle=self._look)
+                flow = answered(
+                    readings, lambda reading: runner.submit(reading.block), runner.ahead,
+                    size=lambda reading: reading.size_bytes, stop=self._stopped, idle=self._look,
+                )  # fmt: skip
                 with closing(flow):
                     for reading, answer in flow:
                         answer = parts.add(reading.block, answer, reading.after)
@@ -239,20 +246,182 @@ class _Run:
 def _reading(
     job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None, completes: bool
 ) -> ReadBlock:
-    block = _block(job, loader, one, places)
-    return ReadBlock(block, one.after, completes, size_of(block))
-
-
-def _size(reading: ReadBlock) -> int:
-    return reading.size_bytes
-
-
-def _block(job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None) -> RowBlock:
     """Return the block: converted inputs and kept columns."""
     inputs = job.binding.inputs(one.table, loader)
-    return RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+    block = RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
+    return ReadBlock(block, one.after, completes, size_of(block))
 
 
 def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:
     """Return the paths of the results; of an unfinished job, where they will be."""
     return store.finish() if store.finished else {"results": shown_url(job.spec.out.out)}
+
+
+Commit = Callable[["ResultPart"], None]
+"""Commits a complete part; called in a thread."""
+
+
+class ResultPart:
+    """A part in assembly.
+
+    place:   of its first row; `rows`: rows so far, with error rows.
+    places:  of the rows in `batches`, in order.
+    """
+
+    def __init__(self, part: int, place: int, draft: Draft | None) -> None:
+        self.part, self.place, self.draft = part, place, draft
+        self.rows = 0
+        self.batches: list[pa.RecordBatch] = []
+        self.places: list[int] = []
+        self.errors: list[ErrorRow] = []
+        self.tally = Tally()
+        self.after = ResumePoint()
+        self._began_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: ResumePoint) -> None:
+        self.rows += len(block)
+        self.batches.append(batch)
+        self.places += [block.place_of(row) for row in range(len(block)) if row not in answered.errors]
+        for row, error in sorted(answered.errors.items()):
+            self.errors.append(
+                ErrorRow(
+                    place=block.place_of(row), id=str(block.ids[row]), step=error.step, error=error.error,
+                    reason=error.reason, part=self.part,
+                )
+            )  # fmt: skip
+        self.tally.merge(answered.tally)
+        self.after = after
+
+
+class Parts:
+    """Assembles parts and commits complete ones; one commits while the next is assembled."""
+
+    def __init__(self, columns: Columns, store: Store, commit: Commit, committed: Callable[[int], None]) -> None:
+        """committed: called with the rows of each committed part."""
+        self._columns, self._store, self._commit, self._committed = columns, store, commit, committed
+        self._media = bool(columns.media_outputs)
+        self._encoder = MediaEncoder()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weftline-commit")
+        self._filling: ResultPart | None = None
+        self._under_way: Future[int] | None = None
+
+    def add(self, block: RowBlock, answered: BlockResult, after: ResumePoint) -> BlockResult:
+        """Add the next block's result; returns it with unwritable rows as error rows."""
+        if self._filling is None:
+            draft = None
+            if self._media and self._columns.media == "files":
+                self.wait()  # a part's files are created after the commit of the previous part
+                draft = self._store.begin(block.part)
+            self._filling = ResultPart(block.part, block.place_of(0), draft)
+        write = self._filling.draft.add if self._filling.draft is not None else None
+        answered, batch = settled(self._columns, answered, block, self._encoder, write)
+        self._filling.add(block, answered, batch, after)
+        return answered
+
+    def complete(self) -> None:
+        """Commit the part in assembly, which has all its rows."""
+        part, self._filling = self._filling, None
+        if part is None:
+            return
+        self.wait()
+        self._under_way = self._thread.submit(self._carry_out, part)
+
+    def wait(self) -> None:
+        """Wait for the commit in progress; OutputFailed if it failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._committed(under_way.result())
+
+    def look(self) -> None:
+        """Record a commit that has ended."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Wait for the commit in progress, and discard the incomplete part."""
+        self._thread.shutdown(wait=True)
+        self._encoder.close()
+
+    def _carry_out(self, part: ResultPart) -> int:
+        self._commit(part)
+        return part.rows
+
+
+def commit_next(job: PreparedJob, store: Store) -> Commit:
+    """Return the callback that commits consecutive parts."""
+
+    def commit(part: ResultPart) -> None:
+        store.commit(
+            part.part, part.place, part.rows, writing(job, part.batches), part.errors, part.draft or (),
+            part.after.to_json(), part.tally.to_json(), part.seconds,
+        )  # fmt: skip
+
+    return commit
+
+
+def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[BinaryIO], None]:
+    """Return the callback that writes these rows as a part's file."""
+
+    def write(file: BinaryIO) -> None:
+        write_part(job.format, job.columns.schema, batches, file)
+
+    return write
+
+
+def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[BlockRows, list[int], bool]]:
+    """Yield the error rows as blocks, with their places and a flag for the last of a part."""
+    by_part: dict[int, list[int]] = {}
+    for row in rows:
+        by_part.setdefault(row.part, []).append(row.place)
+    for part, places in by_part.items():
+        record = store.records[part]
+        before = store.records[part - 1].after if part else {}
+        mark = ResumePoint.from_json(before) if before else ResumePoint()
+        found = list(_found(job, mark, record.place, record.place + record.rows, places))
+        for at in range(0, len(places), job.block_rows):
+            some = places[at : at + job.block_rows]
+            ids, tables = zip(*found[at : at + job.block_rows], strict=True)
+            yield (
+                BlockRows(part, some[0], ids, pa.concat_tables(tables), ResumePoint()),
+                some,
+                at + job.block_rows >= len(places),
+            )
+
+
+def _found(
+    job: PreparedJob, mark: ResumePoint, start: int, end: int, places: list[int]
+) -> Iterator[tuple[str, pa.Table]]:
+    """Yield id and columns of the rows at these ascending places."""
+    left = iter(places)
+    wanted = next(left, None)
+    for _, rows in read_on(job.source, mark, start):
+        while wanted is not None and wanted < rows.place + len(rows):
+            yield rows.ids[wanted - rows.place], rows.table.slice(wanted - rows.place, 1)
+            wanted = next(left, None)
+        if wanted is None or rows.place + len(rows) >= end:
+            break
+    if wanted is not None:
+        raise InputError(f"row {wanted} of the job is no longer in the data")
+
+
+def commit_again(job: PreparedJob, store: Store) -> Commit:
+    """Return the callback that replaces error rows of committed parts."""
+
+    def commit(part: ResultPart) -> None:
+        record = store.records[part.part]
+        failed = set(record.error_places)
+        places = [place for place in range(record.place, record.place + record.rows) if place not in failed]
+        tally = Tally.from_json(record.tally)
+        tally.merge(part.tally)
+
+        def write(out: BinaryIO) -> None:
+            with store.open_part(part.part) as old:
+                amend_part(old, places, part.batches, part.places, job.format, job.columns.schema, out)
+
+        store.amend(part.part, write, part.errors, part.draft or (), tally.to_json(), part.seconds)
+
+    return commit

@@ -9,21 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from weftline.engine.jobs.blocks import ResumePoint, cut, read_on
 from weftline.engine.jobs.output.columns import Columns, columns_of
 from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.output.folder import LOCAL
-from weftline.engine.jobs.output.layout import format_of, suffix
+from weftline.engine.jobs.output.layout import SUFFIXES, format_of
 from weftline.engine.jobs.output.manifest import Manifest
 from weftline.engine.jobs.output.tables import check_columns
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
-from weftline.engine.jobs.runners.plans import required_steps
+from weftline.engine.jobs.runners.plans import required_steps, row_inputs
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -66,7 +65,7 @@ class PreparedJob:
 
     @property
     def suffix(self) -> str:
-        return suffix(self.format)
+        return SUFFIXES[self.format]
 
     def close(self) -> None:
         self.source.close()
@@ -74,7 +73,7 @@ class PreparedJob:
     def __enter__(self) -> PreparedJob:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -93,13 +92,7 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
         )
     source = open_source(spec.data)
     try:
-        asked = [one for one in plan.inputs if not one.hidden]
-        binding = bind(
-            source.schema,
-            {one.name: plan.input_types[one.name] for one in asked},
-            {one.name for one in asked if not one.may_be_left_out},
-            spec.data.maps,
-        )
+        binding = bind(source.schema, *row_inputs(plan), spec.data.maps)
         kept = _kept(source.schema, binding, spec.out.keep)
         part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
@@ -225,10 +218,10 @@ def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop 
     Raises the validation errors of run_job, and ModelError.
     """
     with prepare(spec, factory) as job:
-        ports, schema = job.plan.input_types, job.binding.schema
+        ports, schema = row_inputs(job.plan)[0], job.binding.schema
         mapped = [
-            InputMapping(name, str(ports[name]), column, str(schema.field(column).type) if column else "")
-            for name in (one.name for one in job.plan.inputs if not one.hidden)
+            InputMapping(name, str(port), column, str(schema.field(column).type) if column else "")
+            for name, port in ports.items()
             for column in [job.binding.columns.get(name, "")]
         ]
         known = [name for name in schema.names if not name.startswith("weftline:")]

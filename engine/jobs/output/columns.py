@@ -111,13 +111,6 @@ def columns_of(outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = 
     return Columns(tuple(columns), pa.schema(fields, _metadata(columns, kept, media)), media)
 
 
-def result_schema(
-    outputs: Mapping[str, PortType], kept: pa.Schema, id_name: str = "id", media: str = "files"
-) -> pa.Schema:
-    """Return the schema of `columns_of`."""
-    return columns_of(outputs, kept, id_name, media).schema
-
-
 def field_of(name: str, type: PortType, media: str) -> pa.Field:
     """Return the field of one output, or of the elements of a list."""
     return pa.field(name, arrow_type(type, media), metadata={TYPE_KEY: str(type).encode()})

@@ -44,11 +44,6 @@ _CODE = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
 _PACKAGES = ("weftline", "numpy", "pyarrow", "torch", "onnxruntime", "transformers", "tokenizers", "pillow")
 
 
-def pipeline_fingerprint(plan: Plan) -> str:
-    """Return the SHA-256 of everything that determines the pipeline's results."""
-    return pipeline_parts(plan)["fingerprint"]
-
-
 def pipeline_parts(plan: Plan) -> dict[str, str]:
     """Return a manifest's pipeline entry: `name`, `fingerprint`, digests of `graph` and of each `file NAME`.
 

@@ -171,11 +171,6 @@ def is_media_folder(base: str) -> bool:
     return _MEDIA.fullmatch(base) is not None
 
 
-def suffix(format: str) -> str:
-    """Return the suffix of a part's file, with its dot."""
-    return SUFFIXES[format]
-
-
 def format_of(out: str, format: str | None = None) -> tuple[str, bool]:
     """Return the output format, and True if `out` is a single file.
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from weftline.engine.jobs.output.arrow import pa, pc, pq
 from weftline.engine.jobs.output.json_lines import lines
-from weftline.errors import InputError, MissingPackage, OutputFailed
+from weftline.errors import InputError, MissingPackage, OutputFailed, first_line
 
 ZSTD_LEVEL = 3
 GROUP_ROWS = 50_000
@@ -135,8 +135,7 @@ def check_columns(schema: pa.Schema, format: str) -> None:
             if format == "hf":
                 features(empty.schema)
         except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            problems.append(f"column {field.name}: {field.type} cannot be written as {format}: {reason}")
+            problems.append(f"column {field.name}: {field.type} cannot be written as {format}: {first_line(error)}")
     if problems:
         fix = "choose the columns to keep (--keep), without these, or another format"
         raise InputError("\n".join([*problems, f"    fix: {fix}"]))

@@ -15,7 +15,6 @@ import io
 import wave
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
@@ -201,7 +200,7 @@ class MediaEncoder:
     def __enter__(self) -> MediaEncoder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -29,7 +29,6 @@ from weftline.engine.jobs.ray.codec import ReplicaResult, RunnerInfo, decode_inf
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock
 from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.errors import ModelError, SessionClosed, Unavailable, WeftlineError
-from weftline.nodes.ports import PortType
 from weftline.pipelines.spec.loader import load_file
 
 IN_FLIGHT_MAX = 16
@@ -87,31 +86,13 @@ class RayRunner:
             )
             self._thread = threading.Thread(target=self._listen, args=(answers,), name="weftline-replicas", daemon=True)
             self._thread.start()
-            self._info = self._wait_info()
+            info = self._wait_info()
         except BaseException:
             self.close()
             raise
-        self._ahead = replicas * (self._info.ahead + 1)
-
-    @property
-    def ahead(self) -> int:
-        return self._ahead
-
-    @property
-    def block_rows(self) -> int:
-        return self._info.block_rows
-
-    @property
-    def inputs(self) -> Mapping[str, PortType]:
-        return self._info.inputs
-
-    @property
-    def outputs(self) -> Mapping[str, PortType]:
-        return self._info.outputs
-
-    @property
-    def repeatable(self) -> Mapping[str, str]:
-        return self._info.repeatable
+        self.ahead = replicas * (info.ahead + 1)
+        self.block_rows, self.inputs, self.outputs = info.block_rows, info.inputs, info.outputs
+        self.repeatable = info.repeatable
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
         future: Future[BlockResult] = Future()
@@ -189,7 +170,7 @@ class RayRunner:
         except Exception:
             reason = ""  # the coordinator is gone, which is the reason
         if not reason:
-            found = "its machine may be gone" if error is None else _first_line(error)
+            found = "its machine may be gone" if error is None else _last_line(error)
             reason = f"the replicas on the Ray cluster ended: {found}"
         return ModelError(reason)
 
@@ -263,7 +244,7 @@ def _resolve(future: Future[BlockResult], end: BlockResult | WeftlineError) -> N
         pass
 
 
-def _first_line(error: BaseException) -> str:
+def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()[:300] if lines else ''}"
 

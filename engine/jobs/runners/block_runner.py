@@ -22,7 +22,15 @@ import numpy as np
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed
 from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
-from weftline.engine.jobs.runners.plans import EXACT, BlockPlan, block_plan, check_outputs, find_block_obstacle, rows_of
+from weftline.engine.jobs.runners.plans import (
+    EXACT,
+    BlockPlan,
+    block_plan,
+    block_rows_of,
+    check_outputs,
+    find_block_obstacle,
+    row_inputs,
+)
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
@@ -38,7 +46,6 @@ from weftline.errors import (
     WorkerDied,
 )
 from weftline.pipelines.placement.place import Machine
-from weftline.pipelines.placement.plan import Plan
 from weftline.shm.spec import TensorSpec
 
 DECODERS = 4
@@ -46,11 +53,6 @@ DECODERS = 4
 
 WAIT_S = 0.02
 """Pause after a refused block."""
-
-
-def block_rows_of(plan: Plan, outputs: Sequence[str] | None = None) -> int:
-    """Return the rows of a block for a plan that can run in blocks."""
-    return rows_of(plan, outputs)
 
 
 class BlockRunner:
@@ -83,8 +85,7 @@ class BlockRunner:
         if why:
             raise PipelineError([Problem("", f"cannot run in blocks: {why}", file=plan.file)])
         self.outputs = {name: types[name] for name in outputs or types}
-        self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self.required = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.inputs, self.required = row_inputs(plan)
         self._texts = [name for name, type in self.outputs.items() if type.kind == "text"]
         self._passed_on = {
             one.name: one.wire.port for one in plan.outputs if one.wire.step is None and one.name in self.outputs

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weftline.engine.jobs.rows import JobRunner
-from weftline.engine.jobs.runners.plans import check_outputs, repeatable
+from weftline.engine.jobs.runners.plans import block_rows_of, check_outputs, find_block_obstacle, repeatable
 from weftline.engine.jobs.runners.session_runner import ROWS, SessionRunner
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.session import Session
+from weftline.errors import PipelineError, Problem
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
@@ -65,9 +66,7 @@ def local_runner_factory(
     mode:    'auto', 'blocks' (PipelineError where the pipeline does not allow it) or 'rows'.
     machine: to place the plan on; None: this one.
     """
-    from weftline.engine.jobs.runners.block_runner import BlockRunner, block_rows_of
-    from weftline.engine.jobs.runners.plans import find_block_obstacle
-    from weftline.errors import PipelineError, Problem
+    from weftline.engine.jobs.runners.block_runner import BlockRunner
 
     pipeline = load_file(pipeline) if isinstance(pipeline, Path) else pipeline
     plan = make_plan(pipeline, machine or this_machine(), profile=profile_beside(pipeline))

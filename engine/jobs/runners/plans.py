@@ -112,7 +112,7 @@ def required_steps(plan: Plan, outputs: Collection[str] | None = None) -> tuple[
     return tuple(reversed(found))
 
 
-def rows_of(plan: Plan, outputs: Collection[str] | None = None) -> int:
+def block_rows_of(plan: Plan, outputs: Collection[str] | None = None) -> int:
     """Return the rows of a block: as many as fit into BLOCK_BYTES, in whole batches where possible.
 
     A block that ends within a batch of a step leaves a small batch.
@@ -308,6 +308,13 @@ def repeatable(plan: Plan, outputs: Sequence[str], shared: bool) -> dict[str, st
             loose[step.name] = loose[step.name] or loose[step.fallback]
     wire_of = {one.name: one.wire for one in plan.outputs}
     return {name: ROUNDING if loose[wire_of[name].step] else EXACT for name in outputs}
+
+
+def row_inputs(plan: Plan) -> tuple[dict[str, PortType], set[str]]:
+    """Return the types of a row's inputs, and the names of those that every row must have."""
+    inputs = [one for one in plan.inputs if not one.hidden]
+    types = {one.name: plan.input_types[one.name] for one in inputs}
+    return types, {one.name for one in inputs if not one.may_be_left_out}
 
 
 def check_outputs(plan: Plan, outputs: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ from weftline.errors import (
     UnknownModel,
     WeftlineError,
     WorkerDied,
+    first_line,
 )
 
 START, MOST = 8, 128
@@ -212,7 +213,7 @@ class RetryPolicy:
             return row_error(LimitReached(f"{error}; refused {self._refused} times"))
         if now_s - max(self._refused_s, activity.answered_s) > self.patience_s:
             raise LimitReached(
-                f"the server accepted no row for {self.patience_s:g} s: {_first_line(error)}"
+                f"the server accepted no row for {self.patience_s:g} s: {first_line(error)}"
                 "\n    fix: run the job again when the server has capacity; it resumes where it stopped"
             )
         return Retry(error.retry_after_s, "half")
@@ -222,13 +223,9 @@ class RetryPolicy:
             self._missed_s = now_s
         if now_s - max(self._missed_s, activity.alive_s) > self.patience_s:
             raise Unavailable(
-                f"no server for {self.patience_s:g} s: {_first_line(error)}"
+                f"no server for {self.patience_s:g} s: {first_line(error)}"
                 "\n    fix: run the job again when the server is up; it resumes where it stopped"
             )
         wait_s = min(LONGEST_S, FIRST_S * FACTOR ** min(self._missed, 10)) * (0.5 + chance)
         self._missed += 1
         return Retry(max(wait_s, min(error.retry_after_s, LONGEST_S)), "first")
-
-
-def _first_line(error: WeftlineError) -> str:
-    return str(error).partition("\n")[0]

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed, usable
-from weftline.engine.jobs.runners.plans import check_outputs, repeatable
+from weftline.engine.jobs.runners.plans import check_outputs, repeatable, row_inputs
 from weftline.engine.protocol.messages import BEAT_S
 from weftline.engine.result import Result
 from weftline.engine.row_groups import InputSpace
@@ -65,8 +65,7 @@ class SessionRunner:
         self._wanted = tuple(outputs) if outputs is not None else None
         self._seed = seed
         self.block_rows = block_rows or (SHARED_ROWS if shared else ROWS)
-        self.inputs = {one.name: plan.input_types[one.name] for one in plan.inputs if not one.hidden}
-        self.required = {one.name for one in plan.inputs if not one.hidden and not one.may_be_left_out}
+        self.inputs, self.required = row_inputs(plan)
         types = {one.name: one.type for one in plan.outputs}
         check_outputs(plan, self._wanted if self._wanted is not None else tuple(types))
         self.outputs = {name: types[name] for name in self._wanted or types}

@@ -25,7 +25,7 @@ from weftline.engine.jobs.sources.text_reader import (
     all_readable,
     is_utf8,
 )
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 
 LEARN_BYTES = 4 << 20
 
@@ -197,7 +197,7 @@ def _column_type(type: pa.DataType) -> pa.DataType:
 
 
 def _reason(error: Exception, names: Sequence[str]) -> str:
-    text = str(error).splitlines()[0]
+    text = first_line(error)
     found = _WHERE.match(text)
     if found is None:
         return text

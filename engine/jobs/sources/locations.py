@@ -18,7 +18,7 @@ import fsspec
 
 from weftline.engine.jobs.sources.formats import shown_url, without_query
 from weftline.engine.jobs.sources.reader import Origin
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 
 GLOB = frozenset("*?[")
 
@@ -190,7 +190,7 @@ def file_system(argument: str, storage: Mapping[str, str]) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(argument, **storage)
         return fs, str(path)
     except (ImportError, ValueError, OSError) as error:
-        raise InputError(shown_url(f"{argument}: {first_line(error)}")) from None
+        raise InputError(shown_url(f"{argument}: {first_line(error):.300}")) from None
     except TypeError as error:
         raise InputError(shown_url(f"{argument}: unknown storage option of this file system ({error})")) from None
 
@@ -206,14 +206,8 @@ def unreadable(shown: str, error: Exception) -> InputError:
         return error
     if isinstance(error, FileNotFoundError):
         return InputError(f"{shown_url(shown)}: there is no such file")
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{first_line(error):.300}"
     return InputError(shown_url(f"{shown}: cannot be read: {reason}"))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
 
 
 def of_tables(files: Sequence[SourceFile], origins: Sequence[Origin]) -> dict[str, str]:

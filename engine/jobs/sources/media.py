@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import Unusable
 from weftline.engine.jobs.sources.formats import compression_of, media_kind, shown_url
-from weftline.engine.jobs.sources.locations import SourceFile, first_line, of_media, of_tables, origins, unreadable
+from weftline.engine.jobs.sources.locations import SourceFile, of_media, of_tables, origins, unreadable
 from weftline.engine.jobs.sources.reader import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, RowRange
 from weftline.engine.jobs.sources.text_reader import unpacked
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 
 PIECE_ROWS = 1_000
 KINDS = ("image", "audio", "text", "bytes")

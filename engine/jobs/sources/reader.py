@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import listed
 
 Mark = Any
@@ -157,9 +157,9 @@ def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
             try:
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-                reason = str(error).splitlines()[0][:200]
                 raise InputError(
-                    f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it ({reason})"
+                    f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it "
+                    f"({first_line(error):.200})"
                 ) from None
         columns.append(column)
     return pa.table(columns, schema=schema) if columns else table.select([])

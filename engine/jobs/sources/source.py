@@ -6,7 +6,7 @@ Optional packages are imported on use; a missing one raises MissingPackage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -48,36 +48,6 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
     if reader.rows == 0 or not reader.schema.names:
         reader.close()
         raise InputError(f"{_shown(spec)}: the data set is empty")
-    return SelectedSource(reader, spec)
-
-
-def source_over(dataset: Any, spec: DataSpec) -> Source:
-    """Return a source over an Arrow table, a Hugging Face data set, or a list of mappings.
-
-    Only the selection of `spec` applies. InputError for other types and for an empty data set.
-    """
-    pa = need("pyarrow")
-    from weftline.engine.jobs.sources.reader import Origin
-    from weftline.engine.jobs.sources.selection import SelectedSource
-    from weftline.engine.jobs.sources.tables import HuggingFaceReader, TableReader
-
-    reader: DatasetReader
-    if hasattr(dataset, "with_format") and hasattr(dataset, "_fingerprint"):
-        reader = HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), "the data set"))
-    elif isinstance(dataset, pa.Table):
-        reader = TableReader(dataset)
-    elif isinstance(dataset, Sequence) and all(isinstance(row, Mapping) for row in dataset):
-        try:
-            reader = TableReader(pa.Table.from_pylist(list(dataset)))
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"rows that are no table: {str(error).splitlines()[0]:.200}") from None
-    else:
-        raise InputError(
-            f"a data set of type {type(dataset).__name__}; expected an Arrow table, a Hugging Face data set, "
-            "or a list of mappings"
-        )
-    if reader.rows == 0:
-        raise InputError("the data set is empty")
     return SelectedSource(reader, spec)
 
 

@@ -1,4 +1,4 @@
-"""Readers of Arrow data: Parquet, Arrow IPC, tables in memory and Hugging Face data sets.
+"""Readers of Arrow data: Parquet, Arrow IPC and Hugging Face data sets.
 
 Each reads batches of bounded size. Batch boundaries depend on the file alone, so that a mark leads to the same batch
 when a job resumes.
@@ -6,7 +6,6 @@ when a job resumes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from weftline.engine.jobs.sources.formats import shown_url
-from weftline.engine.jobs.sources.locations import SourceFile, first_line, of_tables, origins, unreadable
+from weftline.engine.jobs.sources.locations import SourceFile, of_tables, origins, unreadable
 from weftline.engine.jobs.sources.reader import (
     Batch,
     Mark,
@@ -30,7 +29,7 @@ from weftline.engine.jobs.sources.reader import (
     rows_at_a_time,
 )
 from weftline.engine.jobs.sources.text_reader import StandardInput
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import did_you_mean, listed
 
 FOOTERS_AT_A_TIME = 8
@@ -43,7 +42,6 @@ PIECE_ROWS = 1_000
 PROBE_ROWS = 8
 """Rows read first, to estimate the bytes per row."""
 
-IN_MEMORY = Origin("rows", "the table")
 _READ_ERRORS = (pa.ArrowException, OSError)
 
 
@@ -294,22 +292,30 @@ def _sliced(
             row += part.num_rows
 
 
-class TableReader:
-    """Rows of known number in one table. A piece is a range of rows, or all when not `fine`; a mark is a row."""
+class HuggingFaceReader:
+    """One split of a Hugging Face data set. `datasets` keeps its files mapped while the data set exists.
 
-    def __init__(self, table: pa.Table, origin: Origin = IN_MEMORY) -> None:
-        check_names(table.schema, origin.shown)
-        self._table = table
-        self._batch_rows = rows_at_a_time(table.num_rows, table.nbytes)
+    A piece is a range of rows, or all when not `fine`; a mark is a row.
+    """
+
+    def __init__(self, dataset: Any, origin: Origin) -> None:
+        self._dataset = dataset.with_format("arrow")
+        self._fingerprint = str(dataset._fingerprint)
+        try:
+            probe = self._dataset[0 : min(PROBE_ROWS, len(self._dataset))]
+        except _READ_ERRORS as error:
+            raise InputError(f"{origin.shown}: cannot be read: {first_line(error):.300}") from None
+        check_names(probe.schema, origin.shown)
+        self._batch_rows = rows_at_a_time(probe.num_rows, probe.nbytes)
         self.origins: Sequence[Origin] = (origin,)
-        self.schema: pa.Schema = normalized_schema(table.schema)
+        self.schema: pa.Schema = normalized_schema(probe.schema)
 
     @property
     def rows(self) -> int | None:
-        return len(self._table)
+        return len(self._dataset)
 
     def pieces(self, fine: bool) -> Sequence[RowRange]:
-        total = self.rows or 0
+        total = len(self._dataset)
         size = min(PIECE_ROWS, self._batch_rows) if fine else max(total, 1)
         return [RowRange(0, 0, row, min(size, total - row)) for row in range(0, total, size)]
 
@@ -317,45 +323,16 @@ class TableReader:
         shown, end = self.origins[0].shown, piece.row + (piece.rows or 0)
         for row in range(piece.row if at is None else at, end, self._batch_rows):
             try:
-                table = self._rows(row, min(row + self._batch_rows, end))
+                table = self._dataset[row : min(row + self._batch_rows, end)]
             except _READ_ERRORS as error:
-                raise InputError(f"{shown}, row {row}: cannot be read: {first_line(error)}") from None
+                raise InputError(f"{shown}, row {row}: cannot be read: {first_line(error):.300}") from None
             yield Batch(row, row, cast_columns(table, self.schema, shown))
-
-    def fingerprint(self) -> Mapping[str, str]:
-        digest = hashlib.sha256(str(self.schema).encode())
-        for batch in self._table.to_batches():
-            digest.update(batch.serialize())
-        return {"rows": f"{self._table.num_rows} rows sha256:{digest.hexdigest()}"}
-
-    def close(self) -> None:
-        """Do nothing: the table is in memory."""
-
-    def _rows(self, start: int, end: int) -> pa.Table:
-        return self._table.slice(start, end - start)
-
-
-class HuggingFaceReader(TableReader):
-    """One split of a Hugging Face data set. `datasets` keeps its files mapped while the data set exists."""
-
-    def __init__(self, dataset: Any, origin: Origin) -> None:
-        self._dataset = dataset.with_format("arrow")
-        self._fingerprint = str(dataset._fingerprint)
-        try:
-            probe = self._rows(0, min(PROBE_ROWS, len(self._dataset)))
-        except _READ_ERRORS as error:
-            raise InputError(f"{origin.shown}: cannot be read: {first_line(error)}") from None
-        super().__init__(probe, origin)
-
-    @property
-    def rows(self) -> int | None:
-        return len(self._dataset)
 
     def fingerprint(self) -> Mapping[str, str]:
         return {self.origins[0].name: f"{len(self._dataset)} rows datasets:{self._fingerprint}"}
 
-    def _rows(self, start: int, end: int) -> pa.Table:
-        return self._dataset[start:end]
+    def close(self) -> None:
+        """Do nothing: `datasets` closes its files."""
 
 
 def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, str]) -> HuggingFaceReader:
@@ -365,7 +342,7 @@ def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, st
     try:
         found = datasets.load_from_disk(path, storage_options=dict(storage) or None)
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise InputError(shown_url(f"{shown}: no Hugging Face data set: {first_line(error)}")) from None
+        raise InputError(shown_url(f"{shown}: no Hugging Face data set: {first_line(error):.300}")) from None
     dataset = _one_split(found, split, shown)
     return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), shown, path))
 
@@ -381,7 +358,7 @@ def by_name(name: str, split: str | None) -> HuggingFaceReader:
         found = datasets.load_dataset(path, config or None, split=split)
     except Exception as error:  # any exception of a hub, a builder or a file system
         raise InputError(
-            f"hf:{name}: cannot be loaded: {type(error).__name__}: {first_line(error)}\n"
+            f"hf:{name}: cannot be loaded: {type(error).__name__}: {first_line(error):.300}\n"
             "    fix: check the name, the split and the network; a folder written by save_to_disk needs neither"
         ) from None
     dataset = _one_split(found, None if split else split, f"hf:{name}")

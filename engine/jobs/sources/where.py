@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.sources.columns import is_list
-from weftline.engine.jobs.sources.locations import first_line
 from weftline.engine.jobs.sources.reader import UNUSABLE
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.spec import condition
 from weftline.pipelines.spec.condition import Condition, Tree, literal
@@ -51,7 +50,7 @@ class RowFilter:
             try:
                 here = _true(_value(one.tree, one, table), table)
             except _REFUSED as error:
-                raise InputError(f"--where {one.text}: {first_line(error)}") from None
+                raise InputError(f"--where {one.text}: {first_line(error):.300}") from None
             kept = here if kept is None else pc.and_(kept, here)
         if UNUSABLE in table.schema.names:
             kept = pc.or_(kept, pc.is_valid(table.column(UNUSABLE)))
@@ -79,7 +78,7 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
         types = ", ".join(f"{name} is {schema.field(name).type}" for name in names)
-        problems.append(f"--where {text:.200}: {first_line(error)} ({types})")
+        problems.append(f"--where {text:.200}: {first_line(error):.300} ({types})")
         return None
     return found
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.output.fingerprint import pipeline_fingerprint
+from weftline.engine.jobs.output.fingerprint import pipeline_parts
 from weftline.engine.serving.serve_file import read_serve_file
 from weftline.errors import PipelineError
 from weftline.pipelines.placement.place import Machine
@@ -121,9 +121,9 @@ def test_a_secret_is_written_as_its_variable_and_does_not_change_a_job(
     assert "ask ${API_TOKEN} at north" in to_yaml(pipeline)
     assert "hunter22" not in to_yaml(pipeline)
     environment.setenv("API_TOKEN", "hunter23")
-    assert pipeline_fingerprint(make_plan(load_file(file), MACHINE)) == pipeline_fingerprint(first)
+    assert pipeline_parts(make_plan(load_file(file), MACHINE)) == pipeline_parts(first)
     environment.setenv("HOST", "south")
-    assert pipeline_fingerprint(make_plan(load_file(file), MACHINE)) != pipeline_fingerprint(first)
+    assert pipeline_parts(make_plan(load_file(file), MACHINE)) != pipeline_parts(first)
 
 
 def test_an_inner_pipeline_hides_its_secrets_too(environment: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from weftline.engine.jobs.output.columns import columns_of, plain, result_schema
+from weftline.engine.jobs.output.columns import columns_of, plain
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 
@@ -11,7 +11,9 @@ TEXT = PortType("text")
 
 
 def names(outputs, kept, id_name="id"):
-    return result_schema(dict.fromkeys(outputs, TEXT), pa.schema([(name, pa.int64()) for name in kept]), id_name).names
+    return columns_of(
+        dict.fromkeys(outputs, TEXT), pa.schema([(name, pa.int64()) for name in kept]), id_name
+    ).schema.names
 
 
 def test_columns_are_the_id_then_what_is_kept_then_the_outputs():
@@ -52,28 +54,28 @@ def test_a_column_that_occurs_twice_is_refused_by_name():
 
 def test_media_go_to_files_or_inline_and_nowhere_else():
     image = {"x": PortType("image")}
-    assert result_schema(image, pa.schema([])).field("x").type == pa.string()
-    assert result_schema(image, pa.schema([]), media="inline").field("x").type.names == ["bytes", "path"]
+    assert columns_of(image, pa.schema([])).schema.field("x").type == pa.string()
+    assert columns_of(image, pa.schema([]), media="inline").schema.field("x").type.names == ["bytes", "path"]
     with pytest.raises(InputError, match="files or inline"):
-        result_schema(image, pa.schema([]), media="somewhere")
+        columns_of(image, pa.schema([]), media="somewhere")
 
 
 def test_inline_media_are_pictures_and_sound_for_datasets():
     types = {name: PortType.parse(name) for name in ("image", "list[image]", "audio", "text")}
-    metadata = result_schema(types, pa.schema([]), media="inline").metadata
+    metadata = columns_of(types, pa.schema([]), media="inline").schema.metadata
     assert json.loads(metadata[b"huggingface"])["info"]["features"] == {
         "image": {"_type": "Image"},
         "list[image]": {"_type": "List", "feature": {"_type": "Image"}},
         "audio": {"_type": "Audio", "sampling_rate": 16000},
     }
-    assert result_schema(types, pa.schema([])).metadata is None
+    assert columns_of(types, pa.schema([])).schema.metadata is None
 
 
 def test_features_of_kept_columns_go_with_them_and_other_metadata_does_not():
     label = {"_type": "ClassLabel", "names": ["a", "b"]}
     said = {"huggingface": json.dumps({"info": {"features": {"y": label, "z": {}}}}), "pandas": "{}"}
     field = pa.field("y", pa.int64(), metadata={"PARQUET:field_id": "1", "weftline": "json", "own": "stays"})
-    schema = result_schema({"y": TEXT}, pa.schema([field], said))
+    schema = columns_of({"y": TEXT}, pa.schema([field], said)).schema
     assert json.loads(schema.metadata[b"huggingface"])["info"]["features"] == {"input_y": label}
     assert b"pandas" not in schema.metadata
     assert schema.field("input_y").metadata == {b"own": b"stays"}
@@ -82,7 +84,7 @@ def test_features_of_kept_columns_go_with_them_and_other_metadata_does_not():
 @pytest.mark.parametrize("said", [b"[]", b"{", b'{"info": 3}', b'{"info": {"features": []}}', b"\xff"])
 def test_features_that_cannot_be_read_are_none(said):
     schema = pa.schema([("y", pa.int64())], {b"huggingface": said})
-    assert result_schema({}, schema).metadata is None
+    assert columns_of({}, schema).schema.metadata is None
 
 
 def test_dictionaries_runs_and_views_are_written_as_what_they_hold():
@@ -95,5 +97,5 @@ def test_dictionaries_runs_and_views_are_written_as_what_they_hold():
 
 
 def test_the_port_type_stands_in_the_metadata_of_its_field():
-    schema = result_schema({"x": PortType.parse("list[float32[3, H]]")}, pa.schema([]))
+    schema = columns_of({"x": PortType.parse("list[float32[3, H]]")}, pa.schema([])).schema
     assert schema.field("x").metadata == {b"weftline": b"list[float32[3, H]]"}

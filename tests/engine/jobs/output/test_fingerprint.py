@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.jobs.output import fingerprint
-from weftline.engine.jobs.output.fingerprint import pipeline_fingerprint, pipeline_parts, versions
+from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.session import plan_of
 
 PIPELINE = """\
@@ -56,7 +56,7 @@ def written(folder: Path, text: str = PIPELINE, name: str = "p.yaml") -> Path:
 
 
 def of(folder: Path, name: str = "p.yaml") -> str:
-    return pipeline_fingerprint(plan_of(folder / name))
+    return pipeline_parts(plan_of(folder / name))["fingerprint"]
 
 
 def test_it_is_the_same_in_another_place_under_another_name(folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from weftline.engine.jobs.output.layout import FORMATS, format_of, suffix
+from weftline.engine.jobs.output.layout import FORMATS, SUFFIXES, format_of
 from weftline.errors import InputError
 
 
@@ -49,4 +49,4 @@ def test_what_cannot_be_written_is_refused_with_a_way_out(out, format, message):
 
 
 def test_every_format_has_a_suffix():
-    assert [suffix(format) for format in FORMATS] == [".parquet", ".jsonl", ".arrow", ".arrow"]
+    assert [SUFFIXES[format] for format in FORMATS] == [".parquet", ".jsonl", ".arrow", ".arrow"]

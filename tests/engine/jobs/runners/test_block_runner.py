@@ -25,11 +25,10 @@ from weftline.engine.jobs.runners.block_runner import (
     BlockRunner,
     ByteAllowance,
     ahead_of,
-    block_rows_of,
     count,
     parts,
 )
-from weftline.engine.jobs.runners.plans import block_plan
+from weftline.engine.jobs.runners.plans import block_plan, block_rows_of
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
 from weftline.engine.jobs.runners.session_runner import SessionRunner
 from weftline.engine.scheduler import workers as crew

@@ -10,9 +10,9 @@ from weftline.engine.jobs.runners.plans import (
     ARENA_BYTES,
     RUN_MAX_MS,
     block_plan,
+    block_rows_of,
     find_block_obstacle,
     required_steps,
-    rows_of,
 )
 from weftline.engine.jobs.runners.rows_node import RowsConfig, RowsNode
 from weftline.nodes.contract import StepContext
@@ -228,4 +228,4 @@ def test_a_block_has_whole_batches_and_a_bounded_size(type: str, sizes: list[int
     for place, size in enumerate(sizes):
         wire = p.step(f"s{place}", "echo", type=type, value=wire, batch={"items_max": size}).value
     p.output("y", wire)
-    assert rows_of(make_plan(p.build(), MACHINE)) == rows
+    assert block_rows_of(make_plan(p.build(), MACHINE)) == rows

@@ -11,8 +11,10 @@ import pytest
 
 from tests.engine.jobs.sources.conftest import table, tar
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE
-from weftline.engine.jobs.sources.source import open_source, source_over
+from weftline.engine.jobs.sources.csv_reader import CsvReader
+from weftline.engine.jobs.sources.reader import FOLDER, UNUSABLE, cast_columns
+from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -149,20 +151,6 @@ def test_a_local_builder_is_a_data_set_by_name(tmp_path: Path, monkeypatch: pyte
     assert next(iter(source.read())).ids == ["train#0"]
 
 
-@pytest.mark.parametrize("dataset", [table(5), table(5).to_pylist()])
-def test_what_is_in_memory_is_a_source(dataset: Any) -> None:
-    source = source_over(dataset, DataSpec((), limit=3))
-    assert [row["n"] for row in rows(source)] == [0, 1, 2]
-    assert source.fingerprint() == source_over(table(5), DataSpec(())).fingerprint()
-
-
-def test_what_is_no_data_set_is_refused() -> None:
-    with pytest.raises(InputError, match="a data set of type int"):
-        source_over(7, DataSpec(()))
-    with pytest.raises(InputError, match="rows that are no table"):
-        source_over([{"a": 1}, {"a": "x"}], DataSpec(()))
-
-
 @pytest.mark.parametrize(
     ("names", "said"),
     [
@@ -186,3 +174,29 @@ def test_a_key_that_comes_twice_is_found_when_an_archive_is_read_on(tmp_path: Pa
         first = next(iter(opened(tmp_path / "x.tar").read()))
         with pytest.raises(InputError, match=r"0.txt: row 0 was there already"):
             list(opened(tmp_path / "x.tar").read(first.after, len(first)))
+
+
+class SilentArray:
+    """Column whose cast fails with an error that has no text."""
+
+    type = pa.string()
+
+    def cast(self, type: pa.DataType) -> None:
+        raise pa.ArrowInvalid("")
+
+
+class SilentTable:
+    def column(self, name: str) -> SilentArray:
+        return SilentArray()
+
+
+def test_an_arrow_error_without_text_is_named_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"a.arrow: column n: .*\(ArrowInvalid\)"):
+        cast_columns(SilentTable(), pa.schema([("n", pa.int64())]), "a.arrow")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise pa.ArrowInvalid("")
+
+    monkeypatch.setattr("pyarrow.csv.read_csv", fail)
+    with pytest.raises(InputError, match="standard input:1: cannot be read as CSV: ArrowInvalid"):
+        CsvReader(StandardInput(io.BytesIO(b"a,b\n1,2\n")))

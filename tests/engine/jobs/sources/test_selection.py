@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,10 +14,18 @@ from hypothesis import strategies as st
 from tests.engine.jobs.sources.conftest import MAKERS, ROWS, table
 from weftline.engine.jobs.rows import Rows, Source
 from weftline.engine.jobs.sources import media, reader, selection, text_reader
-from weftline.engine.jobs.sources.source import open_source, source_over
-from weftline.engine.jobs.sources.tables import ParquetReader
+from weftline.engine.jobs.sources.reader import Origin
+from weftline.engine.jobs.sources.selection import SelectedSource
+from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.tables import HuggingFaceReader, ParquetReader
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
+
+
+def in_memory(rows: pa.Table | list[dict[str, Any]], spec: DataSpec) -> Source:
+    """Return a source of rows in memory, with the selection of `spec`."""
+    whole = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+    return SelectedSource(HuggingFaceReader(datasets.Dataset(whole), Origin("rows", "the table")), spec)
 
 
 @pytest.fixture
@@ -166,14 +175,14 @@ def test_a_column_can_give_the_ids(data_sets: dict[str, str]) -> None:
 
 
 def test_an_id_that_comes_twice_is_named() -> None:
-    source = source_over([{"key": "a"}, {"key": "b"}, {"key": "a"}], DataSpec((), id="key"))
+    source = in_memory([{"key": "a"}, {"key": "b"}, {"key": "a"}], DataSpec((), id="key"))
     with pytest.raises(InputError, match="row id 'a' comes twice"):
         list(source.read())
 
 
 def test_an_empty_id_is_refused_by_row() -> None:
     with pytest.raises(InputError, match="row rows#1: column key is empty"):
-        list(source_over([{"key": "a"}, {"key": None}], DataSpec((), id="key")).read())
+        list(in_memory([{"key": "a"}, {"key": None}], DataSpec((), id="key")).read())
 
 
 def test_a_row_that_cannot_be_read_keeps_an_id_and_passes_the_filters(tmp_path: Path) -> None:
@@ -194,7 +203,7 @@ def test_a_row_that_cannot_be_read_keeps_an_id_and_passes_the_filters(tmp_path: 
 )
 def test_a_selection_that_means_nothing_is_refused(selected: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        source_over([{"n": 1}], DataSpec((), **selected))
+        in_memory([{"n": 1}], DataSpec((), **selected))
 
 
 @pytest.mark.slow
@@ -210,14 +219,14 @@ def test_a_window_of_large_rows_is_closed_early(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(selection, "WINDOW_BYTES", 4000)
     monkeypatch.setattr(reader, "BATCH_BYTES", 1000)
     rows = [{"data": bytes(100), "n": row} for row in range(200)]
-    found = list(source_over(rows, DataSpec((), shuffle=1)).read())
+    found = list(in_memory(rows, DataSpec((), shuffle=1)).read())
     assert sorted(n for one in found for n in one.table.column("n").to_pylist()) == list(range(200))
     assert max(one.table.nbytes for one in found) < 4000
 
 
 def test_windows_hold_no_more_rows_than_they_say() -> None:
     assert selection.WINDOW_ROWS == 10_000
-    source = source_over(table(30_000), DataSpec((), shuffle=1))
+    source = in_memory(table(30_000), DataSpec((), shuffle=1))
     assert max(len(rows) for rows in source.read()) <= reader.BATCH_ROWS_MAX
 
 
