@@ -69,6 +69,8 @@ class PlanCache:
             return
         if any(one.values is not None or one.region is not None for one in request.inputs):
             return
+        if not raws and any(one.raw for one in request.inputs):
+            return  # from typed contents, which are in the head
         if any(one.region is not None for one in request.outputs):
             return
         held = self._models.get(plan.info.name)
