@@ -132,6 +132,8 @@ class FieldReader:
 
 def varint(data: bytes | memoryview, at: int, end: int) -> tuple[int, int]:
     """Return the unsigned number at `at`, and the position after it."""
+    if at + 1 < end and data[at + 1] < 0x80 <= data[at]:
+        return data[at] & 0x7F | data[at + 1] << 7, at + 2  # most lengths that are not in `fields`
     value = shift = 0
     for place in range(at, min(end, at + VARINT_BYTES_MAX)):
         byte = data[place]

@@ -123,8 +123,7 @@ MESSAGES: dict[str, Any] = {
     "a picture that is none": text_request("image", "no picture", name="x"), "failing": text_request("fail",
     "bad", name="x"),
     "parameters": text_request("text", "a", name="x", priority=3, sequence_id=5, sequence_start=True, own="x"),
-    "reserved": text_request("text", "a", name="x", headers="a"), "timeout": text_request("text",
-    "a", name="x", timeout=1),
+    "reserved": text_request("text", "a", name="x", headers="a"),
 }  # fmt: skip
 INVALID = {"empty": b"", "cut": request().SerializeToString()[:-1], "zeros": bytes(10)}
 
