@@ -28,7 +28,7 @@ from weftline.errors import AccessDenied, DeadlineExceeded, InputError, SessionC
 from weftline.pipelines.spec.builder import Builder
 
 LIMITS = ServeLimits()
-NOBODY = Caller("nobody", False, frozenset({"text"}))
+GUEST = Caller("guest", False, frozenset({"text"}))
 SPAN = "00-11111111111111111111111111111111-2222222222222222-01"
 
 
@@ -303,7 +303,7 @@ def test_a_known_head_is_refused_to_a_caller_without_the_model(repository: Repos
         one, data = inference(LocalBackend(repository, {})), request().SerializeToString()
         await start(one, data)
         with pytest.raises(AccessDenied):
-            await start(one, data, NOBODY)
+            await start(one, data, GUEST)
         await start(one, data)
 
     run(script())
