@@ -16,10 +16,12 @@ there is one of each, and an arena bounds it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -34,6 +36,14 @@ from weftline.errors import BY_NAME, InputError, LimitReached, RemoteTraceback, 
 
 if TYPE_CHECKING:
     from weftline.engine.versions import Version
+
+
+_log = logging.getLogger("weftline.result")
+
+ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
+"""Commands that end a request."""
+
+ReceiveEnd = Callable[[ev.Command], None]
 
 
 class Result(Mapping[str, Any]):
@@ -392,37 +402,97 @@ class AsyncReader:
 
 
 class Mailbox:
-    """Sets the futures of one event loop from other threads: one wake-up of the loop for many.
+    """Passes the ends of requests to functions of one event loop, from any thread: one callback of the loop for many.
 
-    Created in the loop's thread. It holds weak references to the futures and none to the loop, so a loop that is closed
-    meanwhile leaves nothing behind.
+    Created in the loop's thread. Ends that were not passed yet are held by the loop's callback alone, so a loop that is
+    closed meanwhile leaves nothing behind.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._ends: deque[tuple[ref[asyncio.Future[ev.Command]], ev.Command]] = deque()
-        self._wake_scheduled = False
+        self._lock = threading.Lock()
+        self._batch: ref[deque[tuple[ReceiveEnd, ev.Command]]] | None = None
 
-    def put(self, future: asyncio.Future[ev.Command], end: ev.Command) -> None:
-        """Set the result of a future of the loop, from any thread; RuntimeError if the loop is closed."""
+    def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveEnd, end: ev.Command) -> None:
+        """Let the loop call `receive(end)`; RuntimeError if it is closed."""
+        with self._lock:
+            batch = self._batch() if self._batch is not None else None
+            if batch is not None:
+                batch.append((receive, end))
+                return
+            batch = deque(((receive, end),))
+            self._batch = ref(batch)
+        schedule = loop.call_soon if threading.get_ident() == self._thread else loop.call_soon_threadsafe
+        schedule(self._deliver, batch)
+
+    def put_future(self, future: asyncio.Future[ev.Command], end: ev.Command) -> None:
+        """Set the result of a future of the loop; RuntimeError if the loop is closed."""
         if threading.get_ident() == self._thread:
-            if not future.done():
-                future.set_result(end)
-            return
-        self._ends.append((ref(future), end))
-        if self._wake_scheduled:
-            return
-        self._wake_scheduled = True
-        try:
-            future.get_loop().call_soon_threadsafe(self._deliver)
-        except RuntimeError:
-            self._wake_scheduled = False
-            raise
+            _set_result(future, end)
+        else:
+            self.put(future.get_loop(), partial(_set_result, future), end)
 
-    def _deliver(self) -> None:
-        self._wake_scheduled = False  # before the first is taken: later ones schedule another wake-up
-        while self._ends:
-            reference, end = self._ends.popleft()
-            future = reference()
-            if future is not None and not future.done():
-                future.set_result(end)
+    def _deliver(self, batch: deque[tuple[ReceiveEnd, ev.Command]]) -> None:
+        with self._lock:
+            self._batch = None  # later ends schedule another callback
+        for receive, end in batch:
+            try:
+                receive(end)
+            except Exception:
+                _log.exception("the function that receives the end of a request failed")
+
+
+def _set_result(future: asyncio.Future[ev.Command], end: ev.Command) -> None:
+    if not future.done():
+        future.set_result(end)
+
+
+class PendingResult:
+    """One open request whose result is passed to a function of an event loop. Used in that loop, except `listen`.
+
+    done: receives the BorrowedResult or the error, once; never after `cancel`.
+    """
+
+    __slots__ = ("_done", "_loop", "_mailbox", "_request", "_started_ms", "_version")
+
+    def __init__(
+        self,
+        version: Version,
+        request: int,
+        started_ms: float,
+        done: Callable[[BorrowedResult | BaseException], None],
+        mailbox: Mailbox,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._version = version
+        self._request = request
+        self._started_ms = started_ms
+        self._done: Callable[[BorrowedResult | BaseException], None] | None = done
+        self._mailbox = mailbox
+        self._loop = loop
+
+    def listen(self, command: ev.ForCaller) -> None:
+        """Receive a command of the request from the runtime, in any thread and under its lock."""
+        if type(command) in ENDS:
+            self._mailbox.put(self._loop, self._receive, command)
+
+    def _receive(self, end: ev.Command) -> None:
+        done, self._done = self._done, None
+        if done is None:
+            return
+        result: BorrowedResult | BaseException
+        try:
+            result = BorrowedResult(self._version, self._request, end, self._started_ms)
+        except BaseException as error:
+            self._version.leave(self._request)
+            result = error
+        done(result)
+
+    def cancel(self) -> bool:
+        """Withdraw the request if it is open, and release its outputs; False, without effect, after `done`."""
+        done, self._done = self._done, None
+        if done is None:
+            return False
+        self._version.runtime.post(ev.Withdrawn(self._request), ev.Delivered(self._request))
+        self._version.leave(self._request)
+        return True

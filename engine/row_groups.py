@@ -18,10 +18,10 @@ from typing import Any
 from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.request import RequestOptions
-from weftline.engine.result import Result, take_result
+from weftline.engine.result import ENDS, Result, take_result
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.admission import job_bytes_max
-from weftline.engine.submission import ENDS, Enter, submission
+from weftline.engine.submission import Enter, submission
 from weftline.engine.versions import Version
 from weftline.errors import LimitReached, WeftlineError
 

@@ -250,6 +250,26 @@ class Session:
         """
         return self._submitter.borrow(inputs, checked_options(options), paths=paths, caller=caller)
 
+    def try_submit(
+        self,
+        inputs: Mapping[str, Any],
+        options: RequestOptions | None,
+        done: Callable[[BorrowedResult | BaseException], None],
+        *,
+        paths: bool = True,
+        caller: str = "",
+    ) -> Callable[[], bool] | None:
+        """Start one request from the running event loop, without a task; return a function that cancels it.
+
+        That function returns False, without effect, once `done` was called. None, and nothing is started, if its inputs
+        are to be read, decoded or copied in a thread: use `borrow`. Errors of the inputs and the options are raised.
+        Parameters as for `borrow`.
+
+        done: called once in the event loop, after this has returned, with the outputs or the error; never after the
+              request was cancelled.
+        """
+        return self._submitter.try_submit(inputs, checked_options(options), done, paths=paths, caller=caller)
+
     def run_together(
         self,
         rows: Sequence[Mapping[str, Any]],

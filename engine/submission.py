@@ -21,10 +21,12 @@ from weftline.engine.protocol.packed import Packed, PendingTensor
 from weftline.engine.protocol.values import unpack
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import (
+    ENDS,
     AsyncReader,
     BorrowedResult,
     Mailbox,
     OutputStream,
+    PendingResult,
     Reader,
     Result,
     StreamedOutput,
@@ -42,9 +44,6 @@ from weftline.errors import SessionClosed
 
 THREAD_COPY_BYTES = 1 << 20
 """Smallest inputs that are copied in a thread: copying 1 MiB takes about as long as the switch to a thread."""
-
-ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
-"""Commands that end a request."""
 
 Enter = Callable[[], tuple[Version, int]]
 """Returns the current version, entered, and the id of a new request."""
@@ -125,6 +124,39 @@ class Submitter:
             version.leave(request)
             raise
 
+    def try_submit(
+        self,
+        inputs: Mapping[str, Any],
+        options: RequestOptions,
+        done: Callable[[BorrowedResult | BaseException], None],
+        *,
+        paths: bool = True,
+        caller: str = "",
+    ) -> Callable[[], bool] | None:
+        """Start one request without a task; see Session.try_submit."""
+        version, request = self._enter()
+        runtime = version.runtime
+        try:
+            loop = asyncio.get_running_loop()
+            runtime.check_descriptors()
+            started_ms = runtime.clock.now_ms()
+            values = version.inputs.try_inline(inputs)
+            if values is None:
+                values = _try_place(version, inputs, paths, options)
+            if values is None:
+                version.leave(request)
+                return None
+            event = submission(version, request, values, options, started_ms, caller=caller)
+            pending = PendingResult(version, request, started_ms, done, self._mailbox(loop), loop)
+            runtime.submit(event, pending.listen, loop)
+        except BaseException:
+            version.leave(request)
+            raise
+        return pending.cancel
+
+    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        return self._mailboxes.get(loop) or self._mailboxes.setdefault(loop, Mailbox())
+
     async def _finish(
         self, inputs: Mapping[str, Any], options: RequestOptions, paths: bool, caller: str
     ) -> tuple[Version, int, ev.Command, float]:
@@ -136,11 +168,11 @@ class Submitter:
             ended: asyncio.Future[ev.Command] = loop.create_future()
             runtime.check_descriptors()
             started_ms = runtime.clock.now_ms()
-            mailbox = self._mailboxes.get(loop) or self._mailboxes.setdefault(loop, Mailbox())
+            mailbox = self._mailbox(loop)
 
             def listen(command: ev.Command) -> None:
                 if type(command) in ENDS:
-                    mailbox.put(ended, command)
+                    mailbox.put_future(ended, command)
 
             values = version.inputs.try_inline(inputs)
             if values is None:
@@ -288,6 +320,19 @@ def _place(version: Version, inputs: Mapping[str, Any], options: RequestOptions,
     if needs_decoding(packed) and not options.job:
         return version.inputs.place_in_turn(packed, version.runtime, _decode_timeout(version, options, started_ms))
     return version.inputs.place(packed, version.runtime, options.job)
+
+
+def _try_place(
+    version: Version, inputs: Mapping[str, Any], paths: bool, options: RequestOptions
+) -> dict[str, Value] | None:
+    """Check and place the inputs of a request at once; None if that reads, decodes or copies too much for it."""
+    converter = version.inputs
+    if not all(_is_quick(converter, name, value) for name, value in inputs.items()):
+        return None
+    packed = converter.pack(inputs, paths=paths)
+    if needs_decoding(packed) or sum([one.size_bytes for one in packed.values()]) >= THREAD_COPY_BYTES:
+        return None
+    return converter.place(packed, version.runtime, options.job)
 
 
 async def _place_async(

@@ -118,6 +118,10 @@ Observer = Callable[[Record], None]
 """Called once for every request that ends, in the engine's process; must be quick, and an exception of it is logged."""
 
 
+Done = Callable[["Answer | BaseException"], None]
+"""Receives the answer of a request, to be released, or its error."""
+
+
 class Backend(Protocol):
     """Models by name. Used from one event loop."""
 
@@ -132,6 +136,15 @@ class Backend(Protocol):
 
     async def ask(self, ask: Ask) -> Answer:
         """Answer one request."""
+
+    def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
+        """Start one request from the event loop, without a task; return a function that cancels it.
+
+        That function has no effect once the request has ended. None, and nothing is started, if the request has to wait
+        before it can be sent: use `ask`. Errors found at once are raised.
+
+        done: called once in the event loop, after this has returned; never after the request was cancelled.
+        """
 
     def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         """Answer one request piece by piece, as `Session.astream` does; `aclose` withdraws it."""

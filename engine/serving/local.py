@@ -23,7 +23,7 @@ from weftline.engine.request import RequestOptions
 from weftline.engine.result import BorrowedResult, StreamedOutput
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.scheduler.request import StepTiming
-from weftline.engine.serving.backend import Answer, Ask, Observer, Record
+from weftline.engine.serving.backend import Answer, Ask, Done, Observer, Record
 from weftline.engine.serving.config import ServedPipeline
 from weftline.engine.serving.model_info import (
     LOADING,
@@ -226,6 +226,38 @@ class LocalBackend:
         except BaseException as error:
             self._notify(noted.failed(error, version))
             raise
+        return self._answer(noted, borrowed)
+
+    def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
+        noted = _RequestRecord(ask, self._begin)
+        version = 0
+
+        def ended(result: BorrowedResult | BaseException) -> None:
+            if isinstance(result, BorrowedResult):
+                done(self._answer(noted, result))
+            else:
+                self._notify(noted.failed(result, version))
+                done(result)
+
+        try:
+            session = self._session(ask.model)
+            version = session.version
+            if ask.version:
+                self.info(ask.model, ask.version)
+            cancel = session.try_submit(ask.inputs, _options(ask), ended, paths=False, caller=ask.caller)
+        except BaseException as error:
+            self._notify(noted.failed(error, version))
+            raise
+        if cancel is None:
+            return None
+
+        def cancel_and_notify() -> None:
+            if cancel():
+                self._notify(noted.failed(asyncio.CancelledError(), version))
+
+        return cancel_and_notify
+
+    def _answer(self, noted: _RequestRecord, borrowed: BorrowedResult) -> Answer:
         if self._observers:
             self._notify(noted.answered(borrowed))
         return Answer(

@@ -150,14 +150,14 @@ def test_many_ends_share_one_wake_up_and_a_closed_loop_is_always_notified() -> N
         mail, waiting = Mailbox(), [loop.create_future() for _ in range(5)]
         deliver = mail._deliver
 
-        def counted() -> None:
+        def counted(batch: object) -> None:
             nonlocal wakes
             wakes += 1
-            deliver()
+            deliver(batch)  # type: ignore[arg-type]
 
         mail._deliver = counted  # type: ignore[method-assign]
         waiting[0].cancel()
-        thread = threading.Thread(target=lambda: [mail.put(one, END) for one in waiting])
+        thread = threading.Thread(target=lambda: [mail.put_future(one, END) for one in waiting])
         thread.start()
         thread.join()
         return mail, await asyncio.gather(*waiting[1:])
@@ -170,14 +170,14 @@ def test_many_ends_share_one_wake_up_and_a_closed_loop_is_always_notified() -> N
     with ThreadPoolExecutor(1) as elsewhere:
         for _ in range(2):
             with pytest.raises(RuntimeError):
-                elsewhere.submit(mail.put, future, END).result()
+                elsewhere.submit(mail.put_future, future, END).result()
 
 
 def test_a_loop_that_was_closed_with_ends_on_their_way_is_not_kept() -> None:
     def close_early() -> tuple[Mailbox, ref[asyncio.AbstractEventLoop]]:
         loop = asyncio.new_event_loop()
         mail, future = Mailbox(), loop.create_future()
-        thread = threading.Thread(target=mail.put, args=(future, END))
+        thread = threading.Thread(target=mail.put_future, args=(future, END))
         thread.start()
         thread.join()
         loop.close()
@@ -185,4 +185,4 @@ def test_a_loop_that_was_closed_with_ends_on_their_way_is_not_kept() -> None:
 
     mail, loop = close_early()
     gc.collect()
-    assert mail._ends and loop() is None
+    assert mail._batch is not None and mail._batch() is None and loop() is None

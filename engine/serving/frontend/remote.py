@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES
+from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
 from weftline.engine.result import StreamedOutput, owned
-from weftline.engine.serving.backend import Answer, Ask
+from weftline.engine.serving.backend import Answer, Ask, Done
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
-from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, unpack_value, unpack_values
+from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_value, unpack_values
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.statistics import ModelFigures
@@ -43,9 +43,11 @@ class _PendingResponse:
     """A sent request.
 
     It stays until the engine has responded, even if cancelled, so that its block is not reused.
+
+    done: receives the response or the error, once; None: cancelled.
     """
 
-    response: asyncio.Future[msg.FrontendResponse]
+    done: Callable[[msg.FrontendResponse | BaseException], None] | None
     block: int
 
 
@@ -104,17 +106,53 @@ class RemoteBackend:
     async def ask(self, ask: Ask) -> Answer:
         number = next(self._ids)
         block, body = await self._encode_request(number, ask, stream=False)
-        pending = _PendingResponse(asyncio.get_running_loop().create_future(), block)
-        self._pending[number] = pending
+        answered: asyncio.Future[msg.FrontendResponse] = asyncio.get_running_loop().create_future()
+
+        def ended(response: msg.FrontendResponse | BaseException) -> None:
+            if answered.cancelled() and isinstance(response, msg.FrontendResponse):
+                self._release(response.block)
+            _resolve(answered, response)
+
+        self._pending[number] = _PendingResponse(ended, block)
         self._send_bytes(body)
         try:
-            response = await pending.response
+            response = await answered
         except asyncio.CancelledError:
-            if number in self._pending:
-                self._send(msg.CancelRequest(number))
-            elif not pending.response.cancelled() and pending.response.exception() is None:
-                self._release(pending.response.result().block)  # it arrived together with the cancellation
+            if not self._cancel(number) and not answered.cancelled() and answered.exception() is None:
+                self._release(answered.result().block)  # it arrived together with the cancellation
             raise
+        return self._answer(response)
+
+    def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
+        if self._transport is not None and not self._transport.writable:
+            return None
+        number = next(self._ids)
+        placement = self._requests.place(ask.inputs)
+        try:
+            if placement.size_bytes >= THREAD_COPY_BYTES:
+                self._requests.free(placement.block)
+                return None
+            body = self._encode(number, ask, placement.write(), ask.deadline_ms, stream=False)
+        except BaseException:
+            self._requests.free(placement.block)
+            raise
+
+        def ended(response: msg.FrontendResponse | BaseException) -> None:
+            try:
+                answer = response if isinstance(response, BaseException) else self._answer(response)
+            except BaseException as error:
+                answer = error
+            done(answer)
+
+        self._pending[number] = _PendingResponse(ended, placement.block)
+        self._send_bytes(body)
+
+        def cancel() -> None:
+            self._cancel(number)
+
+        return cancel
+
+    def _answer(self, response: msg.FrontendResponse) -> Answer:
         try:
             outputs = unpack_values(response.outputs, self._responses)
         except BaseException:
@@ -128,6 +166,15 @@ class RemoteBackend:
             response.traceparent,
             None if response.block < 0 else lambda: self._release(response.block),
         )
+
+    def _cancel(self, number: int) -> bool:
+        """Cancel a request; False if it has a response, or was cancelled before."""
+        pending = self._pending.get(number)
+        if pending is None or pending.done is None:
+            return False
+        pending.done = None
+        self._send(msg.CancelRequest(number))
+        return True
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         number = next(self._ids)
@@ -171,15 +218,21 @@ class RemoteBackend:
             left_ms = ask.deadline_ms
             if left_ms is not None and left_ms > 0:  # the engine refuses a negative one
                 left_ms = max(0.0, left_ms - (loop.time() - started_s) * 1000)
-            header = msgspec.structs.replace(ask, inputs={}, deadline_ms=left_ms)
-            body = msg.encode(msg.FrontendRequest(number, stream, header, inputs))
-            if len(body) > self._frame_bytes_max:
-                raise LimitReached(f"the request takes {len(body)} bytes; the most is {self._frame_bytes_max}")
-            self._check_open()
+            body = self._encode(number, ask, inputs, left_ms, stream=stream)
         except BaseException:
             self._requests.free(placement.block)
             raise
         return placement.block, body
+
+    def _encode(
+        self, number: int, ask: Ask, inputs: dict[str, Value], deadline_ms: float | None, *, stream: bool
+    ) -> bytes:
+        header = msgspec.structs.replace(ask, inputs={}, deadline_ms=deadline_ms)
+        body = msg.encode(msg.FrontendRequest(number, stream, header, inputs))
+        if len(body) > self._frame_bytes_max:
+            raise LimitReached(f"the request takes {len(body)} bytes; the most is {self._frame_bytes_max}")
+        self._check_open()
+        return body
 
     async def _command(
         self, action: str, model: str = "", versions: Mapping[str, int] | None = None
@@ -232,21 +285,24 @@ class RemoteBackend:
 
     def on_close(self) -> None:
         """Fail all open requests and commands: the engine has ended."""
-        for pending in self._pending.values():
-            _resolve(pending.response, SessionClosed(GONE))
+        requests, self._pending = self._pending, {}
+        for pending in requests.values():
+            if pending.done is not None:
+                pending.done(SessionClosed(GONE))
         for command in self._commands.values():
             _resolve(command, SessionClosed(GONE))
         for stream in self._streams.values():
             stream.end(SessionClosed(GONE))
         self._streams.clear()
-        self._pending.clear()
         self._commands.clear()
 
     def _on_response(self, response: msg.FrontendResponse) -> None:
         pending = self._pending.pop(response.id)
         self._requests.free(pending.block)
-        if not _resolve(pending.response, response):
+        if pending.done is None:
             self._release(response.block)
+        else:
+            pending.done(response)
 
     def _on_failure(self, failed: msg.RequestFailed) -> None:
         error = from_wire_error(failed.error)
@@ -257,18 +313,18 @@ class RemoteBackend:
         else:
             pending = self._pending.pop(failed.id)
             self._requests.free(pending.block)
-            _resolve(pending.response, error)
+            if pending.done is not None:
+                pending.done(error)
 
 
-def _resolve(future: asyncio.Future[Any], result: Any) -> bool:
-    """Set a future's result or exception; False if it was cancelled before."""
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    """Set a future's result or exception, unless it was cancelled."""
     if future.done():
-        return False
+        return
     if isinstance(result, BaseException):
         future.set_exception(result)
     else:
         future.set_result(result)
-    return True
 
 
 class ResponseStream:

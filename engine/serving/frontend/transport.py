@@ -106,6 +106,11 @@ class FrontendTransport(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(body))
 
+    @property
+    def writable(self) -> bool:
+        """True if `wait_writable` would not wait."""
+        return self._writable.is_set()
+
     async def wait_writable(self) -> None:
         """Wait until the peer has read most of the sent bytes, or is gone."""
         await self._writable.wait()

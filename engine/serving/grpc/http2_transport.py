@@ -305,7 +305,7 @@ class GrpcCall:
                 self._finish(OK_TRAILERS)
             elif not isinstance(self.method, InferMethod):
                 response = await self.method.run(self._messages.popleft())
-                self._respond([response], OK_TRAILERS)
+                self._respond(response, OK_TRAILERS)
         except asyncio.CancelledError as cancelled:
             self.fail(self._error or cancelled)
         except Exception as error:
@@ -314,7 +314,7 @@ class GrpcCall:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _done(self, answer: list[bytes | memoryview] | BaseException, call: CallContext) -> None:
+    def _done(self, answer: bytes | BaseException, call: CallContext) -> None:
         self._running = None
         if isinstance(answer, BaseException):
             self.fail(answer)
@@ -322,16 +322,13 @@ class GrpcCall:
             trailers = OK_TRAILERS if not call.span else [*OK_TRAILERS, (b"traceparent", call.span.encode())]
             self._respond(answer, trailers)
 
-    def _respond(self, parts: list[bytes | memoryview], trailers: Sequence[Field]) -> None:
-        size = sum(map(len, parts))
-        bytes_max = self._connection.server.message_bytes_max
+    def _respond(self, message: bytes, trailers: Sequence[Field]) -> None:
+        size, bytes_max = len(message), self._connection.server.message_bytes_max
         if size > bytes_max:
             self.fail(LimitReached(f"the response has {size} bytes; limits.message_bytes_max is {bytes_max}"))
             return
-        prefix = b"\0" + size.to_bytes(4, "big")
-        joined = [prefix + b"".join(parts)] if size <= JOIN_BYTES_MAX else [prefix, *parts]
         self._running, self._ended = None, True
-        self._connection.http2.respond(self.stream, joined, trailers)
+        self._connection.http2.respond(self.stream, _framed(message), trailers)
         self._connection.flush_soon()
 
     def fail(self, error: BaseException) -> None:
@@ -394,15 +391,20 @@ class GrpcCall:
             raise LimitReached(f"a response has {len(message)} bytes; limits.message_bytes_max is {bytes_max}")
         if stream.closed:
             raise asyncio.CancelledError
-        prefix = b"\0" + len(message).to_bytes(4, "big")
         if not self._begun:
             self._begun = True
             connection.http2.begin(stream)
-        connection.http2.write(stream, [prefix + message] if len(message) <= JOIN_BYTES_MAX else [prefix, message])
+        connection.http2.write(stream, _framed(message))
         connection.flush_soon()
         self._writing = connection.server.loop.create_future()
         connection.writers.add(self)
         await self._writing
+
+
+def _framed(message: bytes) -> list[bytes]:
+    """Return a message with its length prefix, in parts that are not copied again."""
+    prefix = b"\0" + len(message).to_bytes(4, "big")
+    return [prefix + message] if len(message) <= JOIN_BYTES_MAX else [prefix, message]
 
 
 def _nothing() -> None:

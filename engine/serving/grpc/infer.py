@@ -2,29 +2,53 @@
 
 Every request takes this path, so it is short. Large tensors of a request are views of the received bytes until they
 are placed in an arena; those of a response are views of shared memory until one join copies them.
+
+    start     usual requests of unary calls: without a task, and without parsing a head that was parsed before
+    infer     all others: batches, large messages, JSON that another process parses, inputs that a thread decodes
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from weftline.engine.runtime.byte_budget import ByteBudget
-from weftline.engine.serving.backend import Answer, Backend
+from weftline.engine.serving.backend import Answer, Ask, Backend
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.grpc.service import CallContext
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.v2.datatypes import BYTES
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse
-from weftline.engine.serving.v2.protobuf import parse_request, response_bytes
-from weftline.engine.serving.v2.request import ParsedRequest, to_asks
+from weftline.engine.serving.v2.parameters import shorter_deadline
+from weftline.engine.serving.v2.plan_cache import PlanCache
+from weftline.engine.serving.v2.protobuf import (
+    RAW_INPUTS,
+    parse_request,
+    parse_request_head,
+    response_bytes,
+    split_message,
+)
+from weftline.engine.serving.v2.request import WHOLE, ParsedRequest, RequestPlan, plan_request, to_asks
 from weftline.engine.serving.v2.response import to_response
 from weftline.engine.serving.v2.settings import TraceSettings
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES
+
+Done = Callable[[bytes | BaseException], None]
+"""Receives the encoded response, or the error of the request."""
+
+Cancel = Callable[[], None]
+"""Cancels a request. Idempotent, and without effect once it has ended."""
+
+
+def _cancel_nothing() -> None:
+    """Cancel a request that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +64,71 @@ class Inference:
     trace: TraceSettings
     inflight: ByteBudget = field(init=False)
     json: JsonParser = field(default_factory=JsonParser)
+    plans: PlanCache = field(default_factory=PlanCache)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "inflight", ByteBudget("limits.inflight_bytes_max", self.limits.budget_bytes))
+
+    def start(self, data: bytes, call: CallContext, done: Done) -> Cancel:
+        """Start a ModelInferRequest from the running event loop; return a function that cancels it.
+
+        A usual request is parsed, authorised and submitted at once. Any other runs `infer` in a task.
+
+        done: called once in the event loop, possibly before this returns, with call.span set; never after the request
+              was cancelled.
+        """
+        try:
+            started = self._try_start(data, call, done) if len(data) <= FREE_BYTES else None
+        except Exception as error:
+            done(error)
+            return _cancel_nothing
+        return started if started is not None else _run_in_task(self.infer(data, call), done)
+
+    def _try_start(self, data: bytes, call: CallContext, done: Done) -> Cancel | None:
+        """Start a request without a task; None, and nothing is started, if it is an unusual one."""
+        head, model, id, raws = split_message(data, RAW_INPUTS)
+        plan = self.plans.find(head, len(raws), model, call.caller.check, self.backend.info)
+        if plan is None:
+            request = parse_request_head(head, id, raws, self.limits)
+            info = self._authorised_info(request, call)
+            if any(one.region is not None and one.datatype == BYTES for one in request.inputs):
+                return None  # they may be much JSON
+            plan = plan_request(request, info, self.limits, self.regions)
+            if plan.batch is not None and plan.batch > 1:
+                return None
+            self.plans.add(request, head, len(raws), plan)
+            contents = plan.contents(request.inputs, self.limits, self.regions)
+        else:
+            contents = plan.raw_contents(raws)
+        ask = plan.ask(
+            contents,
+            WHOLE if plan.batch is None else 0,
+            id,
+            shorter_deadline(plan.parameters.deadline_ms, call.deadline_ms),
+            call.caller.name,
+            call.protocol,
+            call.parent,
+            len(data),
+        )
+        return self.backend.try_submit(ask, partial(self._end, plan, ask, call, done))
+
+    def _end(self, plan: RequestPlan, ask: Ask, call: CallContext, done: Done, answer: Answer | BaseException) -> None:
+        """Pass the encoded response of an answer, or the error, to `done`."""
+        if isinstance(answer, BaseException):
+            done(answer)
+            return
+        timings, total_ms = answer.timings, answer.total_ms
+        with answer:
+            call.span = answer.traceparent
+            result: bytes | Exception
+            try:
+                request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
+                result = response_bytes(to_response(request, plan.info, (answer,), plan.batch, self.regions))
+            except Exception as error:
+                result = error
+        done(result)
+        if self.trace.active and not isinstance(result, Exception):
+            self.trace.note(ask, timings, total_ms)
 
     async def infer(self, data: bytes, call: CallContext) -> bytes:
         """Run a ModelInferRequest and return its ModelInferResponse, both encoded."""
@@ -51,29 +137,13 @@ class Inference:
             info, parsed = await self.parse(request, call, len(data))
             return await self.run(request, info, parsed, call, response_bytes)
 
-    def start(
-        self, data: bytes, call: CallContext, done: Callable[[list[bytes | memoryview] | BaseException], None]
-    ) -> Callable[[], None]:
-        """As `infer`, without waiting: `done` gets the parts of the response, or the error."""
-
-        def finish(task: asyncio.Task[bytes]) -> None:
-            if not task.cancelled():
-                error = task.exception()
-                done([task.result()] if error is None else error)
-
-        task = asyncio.ensure_future(self.infer(data, call))
-        task.add_done_callback(finish)
-        return lambda: None if task.done() else (task.cancel(), None)[1]
-
     def held(self, size_bytes: int) -> AbstractContextManager[None]:
         """Count a received message against the budget; LimitReached if it is exceeded."""
         return self.inflight.held_now(size_bytes) if size_bytes > FREE_BYTES else nullcontext()
 
     async def parse(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelInfo, ParsedRequest]:
         """Authorise a request for its model and regions, and convert it to backend requests."""
-        call.caller.check(request.model)
-        call.caller.check_regions(request)
-        info = self.backend.info(request.model, request.version)
+        info = self._authorised_info(request, call)
         if size_bytes > INLINE_BYTES or any(one.region is not None for one in request.inputs):
             request = await self.json.elements(request, info, self.limits, self.regions)
         return info, to_asks(
@@ -87,6 +157,12 @@ class Inference:
             traceparent=call.parent,
             size_bytes=size_bytes,
         )
+
+    def _authorised_info(self, request: InferRequest, call: CallContext) -> ModelInfo:
+        """Return the metadata of a request's model if the caller may use it and the request's regions."""
+        call.caller.check(request.model)
+        call.caller.check_regions(request)
+        return self.backend.info(request.model, request.version)
 
     async def run(
         self,
@@ -116,3 +192,22 @@ class Inference:
             for ask, answer in zip(asks, answers, strict=True):
                 self.trace.note(ask, answer.timings, answer.total_ms)
         return response
+
+
+def _run_in_task(work: Coroutine[Any, Any, bytes], done: Done) -> Cancel:
+    """Run `work` in a task and pass its result to `done`; return a function that cancels it."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+
+    def ended(task: asyncio.Task[bytes]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if not cancelled:
+            done(task.result() if error is None else error)
+
+    def cancel() -> None:
+        nonlocal cancelled
+        cancelled = True
+        task.cancel()
+
+    task.add_done_callback(ended)
+    return cancel

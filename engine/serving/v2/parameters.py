@@ -64,23 +64,29 @@ def read_parameters(parameters: Mapping[str, Parameter], deadline_ms: float | No
     deadline_ms: time left of the call; None: it has no deadline.
     """
     if not parameters:
-        return RequestParameters(None, 0, None if deadline_ms is None else _clamped(deadline_ms))
+        return RequestParameters(None, 0, shorter_deadline(None, deadline_ms))
     check_sizes(parameters, "parameters")
     for key in parameters:
         if key == "headers" or (key.startswith(RESERVED) and key != EMPTY_FINAL):
             raise InputError(f"parameter {key!r} is reserved; leave it out")
     timeout_us = _count(parameters, "timeout", "microseconds")
-    if timeout_us:
-        left_ms = timeout_us / 1e3
-        deadline_ms = left_ms if deadline_ms is None else min(left_ms, deadline_ms)
+    timeout_ms = _clamped(timeout_us / 1e3) if timeout_us else None
     return RequestParameters(
         _sequence(parameters),
         _priority(_count(parameters, "priority", "0 for usual, or a level from 1, the highest")),
-        None if deadline_ms is None else _clamped(deadline_ms),
+        shorter_deadline(timeout_ms, deadline_ms),
         _flag(parameters, EMPTY_FINAL),
         _flag(parameters, "job"),
         _seed(parameters.get("seed")),
     )
+
+
+def shorter_deadline(timeout_ms: float | None, deadline_ms: float | None) -> float | None:
+    """Return the shorter of a request's `timeout` and its call's time left, at most a day; None without both."""
+    if deadline_ms is None:
+        return timeout_ms
+    left_ms = _clamped(deadline_ms)
+    return left_ms if timeout_ms is None else min(timeout_ms, left_ms)
 
 
 def check_sizes(parameters: Mapping[str, Parameter], what: str) -> None:

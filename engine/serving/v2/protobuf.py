@@ -1,9 +1,12 @@
-"""Protobuf encoding of v2 messages, with large tensors as views.
+"""Protobuf encoding of v2 messages, without message objects and with tensors as views.
 
-    request bytes --split--> field 7, raw contents: views of the bytes      -> Tensor.raw
-                    `------> the rest, small: parsed by upb                 -> names, shapes, parameters, typed contents
+    request bytes --split_message--> raw contents: views of the bytes                     -> Tensor.raw
+                           `-------> the id
+                           `-------> the head, small: names, shapes, parameters, typed contents
 
-    response: the small part by upb, then each raw output after its key and length; one join copies all of them once
+Requests of one client usually differ in the id and the raw contents alone, so what follows from the head can be kept
+(`plan.py`). A response is its head and, for each raw output, its key, its length and its bytes; one join copies all of
+them once. `protobuf_wire.py` has the wire format; equal to google.protobuf's, it merges what occurs twice.
 
 Typed contents, tensor elements in protobuf lists, are converted to raw bytes:
 
@@ -14,25 +17,25 @@ Typed contents, tensor elements in protobuf lists, are converted to raw bytes:
 
 FP16 and BF16 have none. A tensor uses the list of its datatype and leaves the others empty.
 
-The message classes are tritonclient's. Bytes that are not a valid message are an InputError; the meaning of a message
-is checked in `request.py`.
+Bytes that are not a valid message are an InputError; the meaning of a message is checked in `request.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
-from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.v2.datatypes import BYTES, NUMPY, SIZES
+from weftline.engine.serving.v2 import protobuf_wire as wire
+from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
 from weftline.engine.serving.v2.messages import (
     InferRequest,
     InferResponse,
     Parameter,
+    Region,
     Tensor,
     WantedOutput,
     check_name,
@@ -40,29 +43,20 @@ from weftline.engine.serving.v2.messages import (
     parameters_of,
     region_of,
 )
+from weftline.engine.serving.v2.protobuf_wire import I32, I64, LEN, VARINT, FieldReader
 from weftline.errors import InputError
 
-# Made at run time, unknown to type checkers.
-_Request: Any = service_pb2.ModelInferRequest
-_Response: Any = service_pb2.ModelInferResponse
-_StreamResponse: Any = service_pb2.ModelStreamInferResponse
-
-RAW_INPUTS, RAW_OUTPUTS, STREAM_RESPONSE = 7, 6, 2
-"""Field numbers: raw_input_contents, raw_output_contents, and infer_response in a stream's response."""
-
-SPLIT_BYTES_MIN = 16 << 10
-"""Message size from which raw contents are split off: upb's copy of them then costs more than `split_field`."""
+RAW_INPUTS, RAW_OUTPUTS = 7, 6
+"""Field numbers of raw_input_contents and raw_output_contents; a response has no list of wanted outputs."""
 
 ELEMENTS_MAX = 1 << 31
 """Most typed elements of a response's tensor; its size is bounded by the client's message limit."""
 
 FIELDS_MAX = 4096
-"""Most top-level fields of a message: far above any request, and a bound for the time in `split_field`."""
+"""Most top-level fields of a message: far above any request, and a bound for the time in `split_message`."""
 
-VARINT, I64, LEN, I32 = 0, 1, 2, 5
-"""Protobuf wire types; 3 and 4 are groups, which no v2 message has."""
-
-_FIXED = {I64: 8, I32: 4}
+HEAD_FIELDS_MAX = 64 * FIELDS_MAX
+"""Most fields of a head, nested ones included, besides typed elements: a bound for the time to read it."""
 
 CONTENTS: dict[str, str] = {
     "BOOL": "bool_contents",
@@ -72,9 +66,31 @@ CONTENTS: dict[str, str] = {
 }  # fmt: skip
 """List of typed contents of each datatype."""
 
-_WIDE: dict[str, np.dtype] = {"int_contents": np.dtype(np.int32), "uint_contents": np.dtype(np.uint32)}
+LISTS: dict[int, str] = {
+    1: "bool_contents", 2: "int_contents", 3: "int64_contents", 4: "uint_contents", 5: "uint64_contents",
+    6: "fp32_contents", 7: "fp64_contents", 8: "bytes_contents",
+}  # fmt: skip
+"""Lists of typed contents by field number."""
+
+_BYTES_LIST = 8
+_FLOATS: dict[int, tuple[int, np.dtype]] = {6: (I32, np.dtype(np.float32)), 7: (I64, np.dtype(np.float64))}
+
+# Keys of fields, number << 3 | wire type.
+_MODEL, _VERSION, _ID, _PARAMETERS, _TENSORS, _OUTPUTS = (number << 3 | LEN for number in range(1, 7))
+_NAME, _DATATYPE, _SHAPE, _SHAPE_ONE, _CONTENTS = (
+    1 << 3 | LEN,
+    2 << 3 | LEN,
+    3 << 3 | LEN,
+    3 << 3 | VARINT,
+    5 << 3 | LEN,
+)
+_ENTRY_KEY, _ENTRY_VALUE = 1 << 3 | LEN, 2 << 3 | LEN
+_BOOL, _INT64, _STRING, _DOUBLE, _UINT64 = 1 << 3 | VARINT, 2 << 3 | VARINT, 3 << 3 | LEN, 4 << 3 | I64, 5 << 3 | VARINT
+_ERROR, _STREAM_RESPONSE = 1 << 3 | LEN, 2 << 3 | LEN
 
 DEFAULT_LIMITS = ServeLimits()
+
+Raw = bytes | memoryview
 
 
 # requests and responses
@@ -83,104 +99,326 @@ DEFAULT_LIMITS = ServeLimits()
 def parse_request(data: bytes, limits: ServeLimits = DEFAULT_LIMITS) -> InferRequest:
     """Parse a ModelInferRequest; InputError if it is invalid, or its model name is.
 
-    Raw contents are views of `data`, which they keep alive; those of small messages are copies.
+    Raw contents are views of `data`, which they keep alive.
     """
-    message, raws = _parse(_Request, data, RAW_INPUTS, "raw_input_contents", "a ModelInferRequest")
-    for what, count in (("inputs", len(message.inputs)), ("outputs", len(message.outputs))):
+    head, _, id, raws = split_message(data, RAW_INPUTS)
+    return parse_request_head(head, id, raws, limits)
+
+
+def parse_request_head(
+    head: Raw, id: str, raws: list[memoryview], limits: ServeLimits = DEFAULT_LIMITS
+) -> InferRequest:
+    """Parse a ModelInferRequest that was split."""
+    message = read_head(head, "a ModelInferRequest", RAW_INPUTS, limits.elements_max)
+    for what, count in (("inputs", len(message.tensors)), ("outputs", len(message.outputs))):
         if count > limits.tensors_max:
             raise InputError(f"found {count} {what}, expected at most {limits.tensors_max}")
-    inputs = _parse_tensors(message.inputs, raws, limits.elements_max, "input")
+    inputs = _to_tensors(message.tensors, raws, "input")
     outputs = [
-        WantedOutput(one.name, region_of(parameters, "an output") if parameters else None, parameters)
-        for one in message.outputs
-        for parameters in (_parse_parameters(one.parameters),)
+        WantedOutput(name, region_of(parameters, "an output") if parameters else None, parameters)
+        for name, values in message.outputs
+        for parameters in (_set_values(values),)
     ]
-    model, version = check_name(message.model_name), check_version(message.model_version)
-    return InferRequest(model, inputs, tuple(outputs), version, message.id, _parse_parameters(message.parameters))
+    model, version = check_name(message.model), check_version(message.version)
+    return InferRequest(model, inputs, tuple(outputs), version, id, _set_values(message.parameters))
 
 
 def request_bytes(request: InferRequest) -> bytes:
     """Encode a request as a ModelInferRequest; every tensor has `raw`, or a region."""
-    message = _Request(model_name=request.model, model_version=request.version, id=request.id)
-    _set_parameters(message.parameters, request.parameters)
-    _add_tensors(message.inputs, request.inputs)
-    for wanted in request.outputs:
-        one = message.outputs.add(name=wanted.name)
-        _set_parameters(one.parameters, wanted.parameters)
-        if wanted.region is not None:
-            _set_parameters(one.parameters, parameters_of(wanted.region))
+    outputs = [
+        wire.field(6, wire.text_field(1, one.name) + _parameter_fields(2, _with_region(one.parameters, one.region)))
+        for one in request.outputs
+    ]
     raws = [one.raw for one in request.inputs if one.region is None]
-    return b"".join([message.SerializeToString(), *_raw_parts(RAW_INPUTS, raws)])
+    return b"".join(
+        [
+            wire.text_field(1, request.model),
+            wire.text_field(2, request.version),
+            wire.text_field(3, request.id),
+            _parameter_fields(4, request.parameters),
+            *map(_tensor_field, request.inputs),
+            *outputs,
+            *_raw_parts(RAW_INPUTS, raws),
+        ]
+    )
 
 
 def parse_response(data: bytes | memoryview) -> InferResponse:
     """Parse a ModelInferResponse, for clients; InputError if it is invalid."""
-    message, raws = _parse(_Response, data, RAW_OUTPUTS, "raw_output_contents", "a ModelInferResponse")
-    outputs = [_parse_parameters(one.parameters) for one in message.outputs]
-    regions = [region_of(parameters, "an output") for parameters in outputs]
+    head, _, id, raws = split_message(data, RAW_OUTPUTS)
+    message = read_head(head, "a ModelInferResponse", RAW_OUTPUTS, ELEMENTS_MAX)
+    regions = [region_of(_set_values(one.parameters), "an output") for one in message.tensors]
     if len(raws) == len(regions):  # servers may send empty contents for an output in a region, or none
         raws = [raw for raw, region in zip(raws, regions, strict=True) if region is None]
-    tensors = _parse_tensors(message.outputs, raws, ELEMENTS_MAX, "output")
-    parameters = _parse_parameters(message.parameters)
-    return InferResponse(message.model_name, message.model_version, message.id, tensors, parameters)
+    tensors = _to_tensors(message.tensors, raws, "output")
+    return InferResponse(message.model, message.version, id, tensors, _set_values(message.parameters))
 
 
 def parse_stream_response(data: bytes) -> tuple[str, InferResponse]:
     """Parse a ModelStreamInferResponse: its error message, '' without one, and its response."""
-    rest, responses = split_field(data, STREAM_RESPONSE)
+    reader, error, responses = FieldReader(data, FIELDS_MAX), "", []
     try:
-        error = str(_StreamResponse.FromString(rest).error_message)
-    except DecodeError:
-        raise InputError("found bytes that are no ModelStreamInferResponse") from None
-    return error, parse_response(responses[-1] if responses else b"")
+        for key, _, start, stop in reader.fields(0, len(data)):
+            if key == _ERROR:
+                error = reader.text(start, stop)
+            elif key == _STREAM_RESPONSE:
+                responses.append(memoryview(data)[start:stop])
+    except InputError as problem:
+        raise InputError(f"found bytes that are not a ModelStreamInferResponse: {problem}") from None
+    return error, parse_response(responses[0] if len(responses) == 1 else b"".join(responses))
 
 
 def response_bytes(response: InferResponse) -> bytes:
     """Encode a response as a ModelInferResponse; the only copy of its tensors."""
-    return b"".join(_response_parts(response))
+    return b"".join(response_parts(response))
 
 
 def stream_response_bytes(response: InferResponse, error: str = "") -> bytes:
     """Encode a response and an error message as a ModelStreamInferResponse."""
-    parts = _response_parts(response)
-    head = _StreamResponse(error_message=error).SerializeToString() if error else b""
-    return b"".join([head, field_prefix(STREAM_RESPONSE, sum(map(len, parts))), *parts])
+    parts = response_parts(response)
+    return b"".join([wire.text_field(1, error), wire.field_prefix(2, sum(map(len, parts))), *parts])
 
 
-def _parse(
-    kind: Any, data: bytes | memoryview, number: int, field: str, what: str
-) -> tuple[Any, list[bytes | memoryview]]:
-    """Return a message and its raw contents."""
-    try:
-        if len(data) < SPLIT_BYTES_MIN:
-            message = kind.FromString(bytes(data))
-            return message, list(getattr(message, field))
-        rest, raws = split_field(data, number)
-        return kind.FromString(rest), list(raws)
-    except (DecodeError, InputError) as error:
-        why = f": {error}" if isinstance(error, InputError) else ""
-        raise InputError(f"found bytes that are not {what}{why}") from None
-
-
-def _response_parts(response: InferResponse) -> list[bytes | memoryview]:
-    message = _Response(model_name=response.model, model_version=response.version, id=response.id)
-    if response.parameters:
-        _set_parameters(message.parameters, response.parameters)
-    _add_tensors(message.outputs, response.outputs)
+def response_parts(response: InferResponse) -> list[bytes | memoryview]:
+    """Return the parts of an encoded ModelInferResponse; those of tensors are their own memory."""
+    parts: list[bytes | memoryview] = [
+        _model_fields(response.model, response.version),
+        wire.text_field(3, response.id) + _parameter_fields(4, response.parameters),
+    ]
+    parts += map(_tensor_field, response.outputs)
     # Clients find raw contents by the output's position, so an output in a region has empty ones.
-    raws = [one.raw if one.raw is not None else b"" for one in response.outputs]
-    return [message.SerializeToString(), *_raw_parts(RAW_OUTPUTS, raws)]
+    for one in response.outputs:
+        raw = one.raw if one.raw is not None else b""
+        parts.append(_raw_prefix(RAW_OUTPUTS, len(raw)))
+        if len(raw):
+            parts.append(raw)
+    return parts
 
 
-# tensors and parameters
+# reading
 
 
-def _parse_tensors(messages: Any, raws: list[bytes | memoryview], elements_max: int, what: str) -> tuple[Tensor, ...]:
+def split_message(data: Raw, raw_number: int) -> tuple[Raw, str, str, list[memoryview]]:
+    """Return a request's or response's head, model name, id and raw contents, which are views of `data`.
+
+    The head is the message without id and raw contents. Only the wire format of the top level is checked.
+    """
+    reader, end, raw_key = FieldReader(data, FIELDS_MAX), len(data), raw_number << 3 | LEN
+    view = memoryview(data)
+    kept: list[memoryview] = []
+    raws: list[memoryview] = []
+    model = id = ""
+    kept_from = 0
+    try:
+        for key, begin, start, stop in reader.fields(0, end):
+            if key == raw_key:
+                raws.append(view[start:stop])
+            elif key == _ID:
+                id = reader.text(start, stop)
+            else:
+                if key == _MODEL:
+                    model = reader.text(start, stop)
+                continue
+            if kept_from < begin:
+                kept.append(view[kept_from:begin])
+            kept_from = stop
+    except InputError as error:
+        what = "a ModelInferRequest" if raw_number == RAW_INPUTS else "a ModelInferResponse"
+        raise InputError(f"found bytes that are not {what}: {error}") from None
+    if not kept_from:
+        return data, model, id, raws
+    if kept_from < end:
+        kept.append(view[kept_from:])
+    return b"".join(kept), model, id, raws
+
+
+@dataclass(slots=True)
+class TensorHead:
+    """A tensor's fields as received. contents: elements of typed contents by list, in its numpy type, or bytes."""
+
+    name: str = ""
+    datatype: str = ""
+    shape: list[int] = field(default_factory=list)
+    parameters: dict[str, Parameter | None] = field(default_factory=dict)
+    contents: dict[str, np.ndarray | list[bytes]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MessageHead:
+    """The fields of a head as received. A parameter without a value is None."""
+
+    model: str = ""
+    version: str = ""
+    parameters: dict[str, Parameter | None] = field(default_factory=dict)
+    tensors: list[TensorHead] = field(default_factory=list)
+    outputs: list[tuple[str, dict[str, Parameter | None]]] = field(default_factory=list)
+
+
+def read_head(data: Raw, what: str, raw_number: int, elements_max: int) -> MessageHead:
+    """Read the head of a request or response; InputError for invalid bytes and too many typed elements.
+
+    elements_max: most typed elements of all tensors.
+    """
+    reader, head = FieldReader(data, HEAD_FIELDS_MAX + elements_max), MessageHead()
+    left = elements_max
+    try:
+        for key, _, start, stop in reader.fields(0, len(data)):
+            if key == _MODEL:
+                head.model = reader.text(start, stop)
+            elif key == _VERSION:
+                head.version = reader.text(start, stop)
+            elif key == _PARAMETERS:
+                _read_entry(reader, start, stop, 1, head.parameters)
+            elif key == _TENSORS:
+                tensor = _read_tensor(reader, start, stop, left)
+                left -= sum(map(len, tensor.contents.values()))
+                head.tensors.append(tensor)
+            elif key == _OUTPUTS and raw_number != RAW_OUTPUTS:
+                head.outputs.append(_read_output(reader, start, stop))
+    except InputError as error:
+        raise InputError(f"found bytes that are not {what}: {error}") from None
+    return head
+
+
+def _read_output(reader: FieldReader, at: int, end: int) -> tuple[str, dict[str, Parameter | None]]:
+    name, parameters = "", dict[str, Parameter | None]()
+    for key, _, start, stop in reader.fields(at, end, 1):
+        if key == _NAME:
+            name = reader.text(start, stop)
+        elif key == 2 << 3 | LEN:
+            _read_entry(reader, start, stop, 2, parameters)
+    return name, parameters
+
+
+def _read_tensor(reader: FieldReader, at: int, end: int, elements_max: int) -> TensorHead:
+    tensor = TensorHead()
+    lists: dict[int, bytearray | list[bytes]] = {}
+    left = elements_max
+    for key, _, start, stop in reader.fields(at, end, 1):
+        if key == _NAME:
+            tensor.name = reader.text(start, stop)
+        elif key == _DATATYPE:
+            tensor.datatype = reader.text(start, stop)
+        elif key == _SHAPE_ONE:
+            tensor.shape.append(wire.signed(start))
+        elif key == _SHAPE:
+            while start < stop:
+                dim, start = wire.varint(reader.data, start, stop)
+                tensor.shape.append(wire.signed(dim))
+                reader.left -= 1
+                if reader.left < 0:
+                    raise InputError("found a message of too many fields")
+        elif key == _PARAMETERS:
+            _read_entry(reader, start, stop, 2, tensor.parameters)
+        elif key == _CONTENTS:
+            left -= _read_contents(reader, start, stop, lists, left, elements_max)
+    tensor.contents = {LISTS[number]: _elements(number, found) for number, found in sorted(lists.items()) if found}
+    return tensor
+
+
+def _read_entry(reader: FieldReader, at: int, end: int, depth: int, parameters: dict[str, Parameter | None]) -> None:
+    """Read an entry of a `parameters` map; the last one of a key counts.
+
+    upb drops an entry with an unknown field, other than one in its value.
+    """
+    name, value, known = "", None, True
+    after = at
+    for key, begin, start, stop in reader.fields(at, end, depth):
+        if key == _ENTRY_KEY:
+            name = reader.text(start, stop)
+        elif key == _ENTRY_VALUE:
+            value = _read_value(reader, start, stop, depth + 1, value)
+        else:
+            known = False
+        known &= begin == after  # else a group was skipped
+        after = stop
+    if known and after == end:
+        parameters[name] = value
+
+
+def _read_value(reader: FieldReader, at: int, end: int, depth: int, value: Parameter | None) -> Parameter | None:
+    """Return the value of an InferParameter, of which the last one set counts; `value` is that of an earlier part."""
+    for key, _, start, stop in reader.fields(at, end, depth):
+        if key == _BOOL:
+            value = start != 0
+        elif key == _INT64:
+            value = wire.signed(start)
+        elif key == _STRING:
+            value = reader.text(start, stop)
+        elif key == _DOUBLE:
+            value = wire.double_at(reader.data, start)
+        elif key == _UINT64:
+            value = start
+    return value
+
+
+def _read_contents(
+    reader: FieldReader, at: int, end: int, lists: dict[int, bytearray | list[bytes]], left: int, elements_max: int
+) -> int:
+    """Append the elements of InferTensorContents to `lists`: varints as uint64, floats as they are; return how many.
+
+    Elements are counted before memory is allocated for them.
+    """
+    count = 0
+    for key, _, start, stop in reader.fields(at, end, 2):
+        number, kind = key >> 3, key & 7
+        part = reader.data[start:stop] if kind != VARINT else b""
+        if number == _BYTES_LIST and kind == LEN:
+            new = 1
+        elif number in _FLOATS and kind in (LEN, _FLOATS[number][0]):
+            new, cut = divmod(len(part), _FLOATS[number][1].itemsize)
+            if cut:
+                raise InputError("found a list that ends in the middle of a number")
+        elif 1 <= number <= 5 and kind in (VARINT, LEN):
+            new = 1 if kind == VARINT else wire.varint_count(part)
+        else:
+            continue
+        count += new
+        if count > left:
+            raise InputError(
+                f"found more than {elements_max} typed elements, expected at most {elements_max}; send raw contents"
+            )
+        if number == _BYTES_LIST:
+            lists.setdefault(number, []).append(bytes(part))  # type: ignore[arg-type]
+            continue
+        found = lists.setdefault(number, bytearray())
+        if number in _FLOATS:
+            found += part  # type: ignore[operator]
+        elif kind == VARINT:
+            found += start.to_bytes(8, "little")  # type: ignore[operator]
+        else:
+            found += wire.packed_varints(part).tobytes()  # type: ignore[operator]
+    return count
+
+
+def _elements(number: int, found: bytearray | list[bytes]) -> np.ndarray | list[bytes]:
+    """Return the elements of a list of typed contents in its type; 32-bit ones drop the bits beyond, as protobuf."""
+    if isinstance(found, list):
+        return found
+    if number in _FLOATS:
+        return np.frombuffer(found, _FLOATS[number][1])
+    wide: np.ndarray = np.frombuffer(found, np.uint64)
+    match number:
+        case 1:
+            return wide.astype(np.bool_)
+        case 2:
+            return wide.astype(np.uint32).view(np.int32)
+        case 3:
+            return wide.view(np.int64)
+        case 4:
+            return wide.astype(np.uint32)
+        case _:
+            return wide
+
+
+# tensors
+
+
+def _to_tensors(heads: list[TensorHead], raws: list[memoryview], what: str) -> tuple[Tensor, ...]:
     """Return a message's tensors, each with its raw contents, typed contents or region."""
     tensors, place = [], 0
-    left = elements_max  # of typed contents, over all tensors: each element becomes an object
-    for one in messages:
-        parameters = _parse_parameters(one.parameters)
+    for one in heads:
+        parameters = _set_values(one.parameters)
         region = region_of(parameters, what) if parameters else None
         raw: bytes | memoryview | None = None
         if raws and region is None and place < len(raws):
@@ -189,155 +427,101 @@ def _parse_tensors(messages: Any, raws: list[bytes | memoryview], elements_max: 
         elif raws and region is None:
             raise InputError(f"found {len(raws)} raw contents, expected one for each {what} outside shared memory")
         shape = tuple(one.shape)
-        if not (one.HasField("contents") and one.contents.ListFields()):
+        if not one.contents:
             raw = b"" if raw is None and region is None else raw  # a tensor without elements has neither
             tensors.append(Tensor(one.name, one.datatype, shape, raw, None, region, parameters))
         elif raw is not None or region is not None:
             raise InputError(f"{what} {one.name!r:.80}: found typed contents, expected raw contents or a region alone")
         else:
-            tensor = _typed_tensor(one, shape, parameters, left)
-            left -= len(tensor.values or ()) or len(tensor.raw or b"") // SIZES.get(tensor.datatype, 1)
-            tensors.append(tensor)
+            tensors.append(_typed_tensor(one, shape, parameters))
     if place != len(raws):
         raise InputError(f"found {len(raws)} raw contents for {place} tensors, expected one for each {what}")
     return tuple(tensors)
 
 
-def _typed_tensor(message: Any, shape: tuple[int, ...], parameters: Mapping[str, Parameter], count_max: int) -> Tensor:
+def _typed_tensor(head: TensorHead, shape: tuple[int, ...], parameters: Mapping[str, Parameter]) -> Tensor:
     """Return a tensor with typed contents: numbers as raw bytes, BYTES as `values`.
 
-    InputError if they are in a list of another datatype, too many, or out of range.
+    InputError if they are in a list of another datatype, or out of range.
     """
-    name, datatype, contents = message.name, message.datatype, message.contents
+    name, datatype = head.name, head.datatype
     what = f"input {name!r:.80}"
     expected = CONTENTS.get(datatype)
-    filled = [field.name for field, _ in contents.ListFields()]
     if expected is None:
         raise InputError(f"{what}: typed contents of {datatype!r:.40}, which has none; send raw contents")
-    if filled != [expected]:
-        raise InputError(f"{what}: found {', '.join(filled)}, expected {expected} for {datatype}")
-    elements = getattr(contents, expected)
-    if len(elements) > count_max:
-        raise InputError(
-            f"{what}: found {len(elements)} typed elements, expected at most {count_max}; send raw contents"
-        )
-    if datatype == BYTES:
+    if list(head.contents) != [expected]:
+        raise InputError(f"{what}: found {', '.join(head.contents)}, expected {expected} for {datatype}")
+    elements = head.contents[expected]
+    if isinstance(elements, list):
         return Tensor(name, datatype, shape, None, tuple(elements), None, parameters)
-    dtype = NUMPY[datatype]
-    wide = np.fromiter(elements, _WIDE.get(expected, dtype), len(elements))
-    array = wide.astype(dtype, copy=False)
-    if array.dtype != wide.dtype and not np.array_equal(array, wide):
+    array = elements.astype(NUMPY[datatype], copy=False)
+    if array.dtype != elements.dtype and not np.array_equal(array, elements):
         raise InputError(f"{what}: found elements beyond the range of {datatype}")
     return Tensor(name, datatype, shape, array.view(np.uint8).data, None, None, parameters)
 
 
-def _add_tensors(field: Any, tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        one = field.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        if tensor.parameters:
-            _set_parameters(one.parameters, tensor.parameters)
-        if tensor.region is not None:
-            _set_parameters(one.parameters, parameters_of(tensor.region))
+def _set_values(parameters: Mapping[str, Parameter | None]) -> dict[str, Parameter]:
+    """Return the parameters that have a value."""
+    return {key: value for key, value in parameters.items() if value is not None} if parameters else {}
 
 
-def _parse_parameters(parameters: Any) -> dict[str, Parameter]:
-    """Return a `parameters` map as plain values, without those that have no value."""
+# writing
+
+
+def _tensor_field(tensor: Tensor) -> bytes:
+    if tensor.parameters or tensor.region is not None:
+        parameters = _with_region(tensor.parameters, tensor.region)
+        fields = _tensor_fields(tensor.name, tensor.datatype, tensor.shape) + _parameter_fields(4, parameters)
+        return wire.field(5, fields)
+    return _plain_tensor_field(tensor.name, tensor.datatype, tensor.shape)
+
+
+@lru_cache(maxsize=1024)
+def _plain_tensor_field(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    return wire.field(5, _tensor_fields(name, datatype, shape))
+
+
+def _tensor_fields(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    dims = b"".join([wire.encode_varint(int(dim) & wire.MASK) for dim in shape])
+    packed = wire.field(3, dims) if dims else b""
+    return wire.text_field(1, name) + wire.text_field(2, datatype) + packed
+
+
+@lru_cache(maxsize=256)
+def _model_fields(model: str, version: str) -> bytes:
+    return wire.text_field(1, model) + wire.text_field(2, version)
+
+
+_raw_prefix = lru_cache(maxsize=1024)(wire.field_prefix)
+
+
+def _raw_parts(number: int, raws: Iterable[Raw | None]) -> list[Raw]:
+    return [part for raw in raws if raw is not None for part in (wire.field_prefix(number, len(raw)), raw)]
+
+
+def _with_region(parameters: Mapping[str, Parameter], region: Region | None) -> Mapping[str, Parameter]:
+    return parameters if region is None else {**parameters, **parameters_of(region)}
+
+
+def _parameter_fields(number: int, parameters: Mapping[str, Parameter]) -> bytes:
+    """Encode a `parameters` map, in upb's deterministic order: by the keys' bytes, a prefix after what it begins."""
     if not parameters:
-        return {}
-    return {
-        key: getattr(value, choice)
-        for key, value in parameters.items()
-        if (choice := value.WhichOneof("parameter_choice"))
-    }
+        return b""
+    return b"".join(
+        [
+            wire.field(number, wire.field(1, key.encode()) + wire.field(2, _value_field(key, parameters[key])))
+            for key in sorted(parameters, key=lambda key: [*key.encode(), 256])
+        ]
+    )
 
 
-def _set_parameters(parameters: Any, values: Mapping[str, Parameter]) -> None:
-    for key, value in values.items():
-        one = parameters[key]
-        if isinstance(value, bool):
-            one.bool_param = value
-        elif isinstance(value, int):
-            setattr(one, "int64_param" if value < 1 << 63 else "uint64_param", value)
-        elif isinstance(value, str):
-            one.string_param = value
-        else:
-            one.double_param = value
-
-
-# wire format (Protocol Buffers, "Encoding"): a message is a row of fields, each with a key and a value
-
-
-def split_field(data: bytes | memoryview, number: int) -> tuple[bytes, list[memoryview]]:
-    """Split off a length-delimited top-level field, as views of `data`.
-
-    Returns the rest, which is a valid message, and the contents of the field. Reads every byte at most once. InputError
-    for lengths past the end, varints over ten bytes, groups, unknown wire types, and more than FIELDS_MAX fields.
-    """
-    view, end = memoryview(data), len(data)
-    wanted = number << 3 | LEN
-    found: list[memoryview] = []
-    rest: list[memoryview] = []
-    at = kept = fields = 0
-    while at < end:
-        fields += 1
-        if fields > FIELDS_MAX:
-            raise InputError(f"found a message of more than {FIELDS_MAX} fields")
-        begin = at
-        key, at = _varint(data, at, end)
-        wire = key & 7
-        if not 0 < key >> 3 < 1 << 29:
-            raise InputError("found a field number that protobuf does not have")
-        if wire == LEN:
-            size, at = _varint(data, at, end)
-            if size > end - at:
-                raise InputError("found a message that ends in the middle of a field")
-            at += size
-            if key == wanted:
-                rest.append(view[kept:begin])
-                found.append(view[at - size : at])
-                kept = at
-        elif wire == VARINT:
-            _, at = _varint(data, at, end)
-        elif wire in _FIXED:
-            at += _FIXED[wire]
-            if at > end:
-                raise InputError("found a message that ends in the middle of a field")
-        else:
-            raise InputError(f"found a field of wire type {wire}, which no message here has")
-    rest.append(view[kept:end])
-    return b"".join(rest), found
-
-
-def field_prefix(number: int, size: int) -> bytes:
-    """Return the key and length that precede a length-delimited field of `size` bytes."""
-    return _encode_varint(number << 3 | LEN) + _encode_varint(size)
-
-
-def _raw_parts(number: int, raws: Iterable[bytes | memoryview | None]) -> list[bytes | memoryview]:
-    return [part for raw in raws if raw is not None for part in (field_prefix(number, len(raw)), raw)]
-
-
-def _varint(data: bytes | memoryview, at: int, end: int) -> tuple[int, int]:
-    """Return the number at `at`, and the position after it."""
-    value = shift = 0
-    while at < end:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            if value >> 64:
-                break
-            return value, at
-        shift += 7
-        if shift == 70:
-            break
-    raise InputError("found a message that ends in the middle of a number, or a number over 64 bits")
-
-
-def _encode_varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+def _value_field(key: str, value: Parameter) -> bytes:
+    if isinstance(value, bool):
+        return wire.varint_field(1, value)
+    if isinstance(value, int):
+        if not -(1 << 63) <= value < 1 << 64:
+            raise InputError(f"parameter {key!r:.80}: found an integer beyond 64 bits")
+        return wire.varint_field(2 if value < 1 << 63 else 5, value)
+    if isinstance(value, str):
+        return wire.field(3, value.encode())
+    return wire.double_field(4, value)

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -49,14 +49,24 @@ from weftline.engine.serving.v2.datatypes import (
     number_of,
 )
 from weftline.engine.serving.v2.elements import decode_elements, value_of
-from weftline.engine.serving.v2.messages import InferRequest, Tensor, WantedOutput, check_version
-from weftline.engine.serving.v2.parameters import ID_CHARS_MAX, check_sizes, read_parameters
+from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput, check_version
+from weftline.engine.serving.v2.parameters import (
+    ID_CHARS_MAX,
+    RequestParameters,
+    check_sizes,
+    read_parameters,
+    shorter_deadline,
+)
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.values import fits
 from weftline.shm.spec import TensorSpec, byte_size
 
 PENDING_BYTES_MIN = 16 << 10
 """Size from which a tensor in a region becomes a PendingTensor; smaller ones are copied at once."""
+
+Raw = bytes | bytearray | memoryview
+
+T = TypeVar("T")
 
 WHOLE = -1
 """Position of a tensor that is one item, without a batch dimension."""
@@ -95,23 +105,73 @@ def to_asks(
     deadline_ms: time left of the call; the request's own `timeout` may be shorter.
     The other arguments are copied into every Ask.
     """
-    ports = check_request(request, info, limits)
-    parameters = read_parameters(request.parameters, deadline_ms)
-    outputs = _outputs(request.outputs, info, regions)
-    inputs = _inputs(request, ports, limits, regions)
-    batch = _batch(inputs, limits)
-    if batch is not None and batch > 1 and parameters.sequence is not None:
-        raise InputError(f"found a batch of {batch} in a sequence, expected one item at a time")
+    plan = plan_request(request, info, limits, regions)
+    contents = plan.contents(request.inputs, limits, regions)
+    deadline_ms = shorter_deadline(plan.parameters.deadline_ms, deadline_ms)
     asks = [
-        Ask(
-            info.name,
-            {name: one.value_at(place) for name, one in inputs.items()},
-            outputs,
-            parameters.deadline_ms,
+        plan.ask(contents, place, request.id, deadline_ms, caller, protocol, traceparent, size_bytes)
+        for place in ((WHOLE,) if plan.batch is None else range(plan.batch))
+    ]
+    return ParsedRequest(tuple(asks), plan.batch, plan.parameters.empty_final)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """The part of a conversion that depends on the model and the head of a request: not on its id and contents.
+
+    inputs: in the order of the request's tensors.
+    batch:  as in ParsedRequest.
+    """
+
+    info: ModelInfo
+    inputs: tuple[InputForm, ...]
+    wanted: tuple[WantedOutput, ...]
+    outputs: tuple[str, ...] | None
+    version: str
+    parameters: RequestParameters
+    batch: int | None
+
+    def contents(self, tensors: Sequence[Tensor], limits: ServeLimits, regions: Regions | None) -> list[Any]:
+        """Return the validated contents of the request's tensors; InputError names the invalid input."""
+        return [
+            _named(form.port, _contents, form, tensor, limits, regions)
+            for form, tensor in zip(self.inputs, tensors, strict=True)
+        ]
+
+    def raw_contents(self, raws: Sequence[bytes | memoryview]) -> list[Any]:
+        """As `contents`, of tensors with raw contents; without any, the tensors have no elements."""
+        return [
+            _named(form.port, form.read, raw)
+            for form, raw in zip(self.inputs, raws or (b"",) * len(self.inputs), strict=True)
+        ]
+
+    def ask(
+        self,
+        contents: Sequence[Any],
+        place: int,
+        id: str,
+        deadline_ms: float | None,
+        caller: str,
+        protocol: str,
+        traceparent: str,
+        size_bytes: int,
+    ) -> Ask:
+        """Return the backend request of one batch item, or of the one item for WHOLE."""
+        if len(id) > ID_CHARS_MAX:
+            raise InputError(f"id: found {len(id)} characters, expected at most {ID_CHARS_MAX}")
+        parameters = self.parameters
+        return Ask(
+            self.info.name,
+            {
+                form.port: _named(form.port, form.value_at, part, place)
+                for form, part in zip(self.inputs, contents, strict=True)
+            },
+            self.outputs,
+            deadline_ms,
             parameters.priority,
             parameters.sequence,
-            request.version,
-            request.id,
+            self.version,
+            id,
             caller,
             protocol,
             traceparent,
@@ -119,9 +179,29 @@ def to_asks(
             parameters.job,
             parameters.seed,
         )
-        for place in ((WHOLE,) if batch is None else range(batch))
-    ]
-    return ParsedRequest(tuple(asks), batch, parameters.empty_final)
+
+
+def plan_request(request: InferRequest, info: ModelInfo, limits: ServeLimits, regions: Regions | None) -> RequestPlan:
+    """Check the head of a request; errors as `to_asks`."""
+    ports = check_request(request, info, limits)
+    parameters = read_parameters(request.parameters)
+    outputs = _outputs(request.outputs, info, regions)
+    for one in request.inputs:
+        if one.parameters:
+            check_sizes(one.parameters, f"input {one.name}")
+    inputs = tuple(_named(one.name, _form, one, ports[one.name], limits, regions) for one in request.inputs)
+    batch = _batch(inputs, limits)
+    if batch is not None and batch > 1 and parameters.sequence is not None:
+        raise InputError(f"found a batch of {batch} in a sequence, expected one item at a time")
+    return RequestPlan(info, inputs, request.outputs, outputs, request.version, parameters, batch)
+
+
+def _named(name: str, work: Callable[..., T], *arguments: Any) -> T:
+    """Call `work`; an InputError then names the input."""
+    try:
+        return work(*arguments)
+    except InputError as error:
+        raise InputError(f"input {name}: {error}") from None
 
 
 def check_request(request: InferRequest, info: ModelInfo, limits: ServeLimits) -> Mapping[str, PortInfo]:
@@ -158,8 +238,6 @@ def _check_counts(request: InferRequest, info: ModelInfo, limits: ServeLimits) -
     if request.model != info.name:
         raise InputError("the request names another model than the one it was sent to")
     check_version(request.version)
-    if len(request.id) > ID_CHARS_MAX:
-        raise InputError(f"id: found {len(request.id)} characters, expected at most {ID_CHARS_MAX}")
     for what, count in (("inputs", len(request.inputs)), ("outputs", len(request.outputs))):
         if count > limits.tensors_max:
             raise InputError(f"found {count} {what}, expected at most {limits.tensors_max}")
@@ -182,15 +260,6 @@ def _outputs(wanted: Sequence[WantedOutput], info: ModelInfo, regions: Regions |
     return names
 
 
-def _inputs(
-    request: InferRequest, ports: Mapping[str, PortInfo], limits: ServeLimits, regions: Regions | None
-) -> dict[str, _Input]:
-    for one in request.inputs:
-        if one.parameters:
-            check_sizes(one.parameters, f"input {one.name}")
-    return {one.name: _input(one, ports[one.name], limits, regions) for one in request.inputs}
-
-
 def _check_names(what: str, names: Sequence[str], known: Collection[str], required: Collection[str] = ()) -> None:
     """Raise InputError if a name is unknown or occurs twice, or a required one is missing."""
     distinct = set(names)
@@ -204,13 +273,13 @@ def _check_names(what: str, names: Sequence[str], known: Collection[str], requir
     raise InputError(f"{what}s {problems}; the model's {what}s are {', '.join(known) or 'none'}")
 
 
-def _batch(inputs: dict[str, _Input], limits: ServeLimits) -> int | None:
+def _batch(inputs: Sequence[InputForm], limits: ServeLimits) -> int | None:
     """Return the batch size, None if the inputs are one item without a batch dimension."""
-    if all(one.item for one in inputs.values()):
+    if all(one.item for one in inputs):
         return None
-    sizes = Counter(one.batch for one in inputs.values())
+    sizes = Counter(one.batch for one in inputs)
     if len(sizes) != 1 or None in sizes:
-        found = ", ".join(f"{name} {one}" for name, one in inputs.items())
+        found = ", ".join(f"{one.port} {one}" for one in inputs)
         raise InputError(f"inputs disagree on the batch: {found}; expected one item each, or equally many")
     (size,) = sizes
     if not 1 <= (size or 0) <= limits.batch_max:
@@ -221,19 +290,25 @@ def _batch(inputs: dict[str, _Input], limits: ServeLimits) -> int | None:
 # tensors
 
 
-@dataclass(slots=True)
-class _Input:
-    """A validated tensor, before the batch size of the request is known.
+@dataclass(frozen=True, slots=True)
+class InputForm:
+    """A tensor whose name, datatype and shape are valid, without its contents.
 
     item:     it can be one item.
     batch:    its size as a batch; None: it cannot be one.
-    value_at: returns the value of a batch item by position, or of the one item for WHOLE; InputError if its contents
-              are invalid.
+    read:     validates raw contents, and returns them decoded.
+    collect:  the same for elements one by one.
+    value_at: returns the value of a batch item by position, or of the one item for WHOLE, from decoded contents.
+    pending:  the contents are in a region and stay there; `value_at` ignores what was decoded.
     """
 
+    port: str
     item: bool
     batch: int | None
-    value_at: Callable[[int], Any]
+    read: Callable[[Raw], Any]
+    collect: Callable[[tuple[object, ...]], Any]
+    value_at: Callable[[Any, int], Any]
+    pending: bool = False
 
     def __str__(self) -> str:
         readings = ["one item"] if self.item else []
@@ -241,27 +316,31 @@ class _Input:
         return "has " + " or ".join(readings)
 
 
-def _input(tensor: Tensor, port: PortInfo, limits: ServeLimits, regions: Regions | None) -> _Input:
-    """Validate a tensor against `port`; InputError names the input."""
+def _form(tensor: Tensor, port: PortInfo, limits: ServeLimits, regions: Regions | None) -> InputForm:
+    """Validate a tensor's datatype and shape against `port`."""
     form = form_of(port.type)
-    try:
-        if (tensor.raw is not None) + (tensor.values is not None) + (tensor.region is not None) != 1:
-            raise InputError("expected its data in one way: raw, typed, or in shared memory")
-        if tensor.datatype == BYTES and form.element:
-            return _bytes_input(tensor, form, port, limits, regions)
-        numbers = form.numbers
-        if tensor.datatype not in DTYPES and tensor.datatype != BYTES:
-            raise InputError(f"unknown datatype {tensor.datatype!r:.40}; known: {', '.join(DTYPES)}, {BYTES}")
-        if tensor.datatype == BYTES or numbers is None or numbers.datatype not in (None, tensor.datatype):
-            raise InputError(f"found {tensor.datatype}, expected {form}")
-        return _dense_input(tensor, numbers, port, limits, regions)
-    except InputError as error:
-        raise InputError(f"input {port.name}: {error}") from None
+    if (tensor.raw is not None) + (tensor.values is not None) + (tensor.region is not None) != 1:
+        raise InputError("expected its data in one way: raw, typed, or in shared memory")
+    if tensor.datatype == BYTES and form.element:
+        return _bytes_form(tensor, form, port, limits)
+    numbers = form.numbers
+    if tensor.datatype not in DTYPES and tensor.datatype != BYTES:
+        raise InputError(f"unknown datatype {tensor.datatype!r:.40}; known: {', '.join(DTYPES)}, {BYTES}")
+    if tensor.datatype == BYTES or numbers is None or numbers.datatype not in (None, tensor.datatype):
+        raise InputError(f"found {tensor.datatype}, expected {form}")
+    return _dense_form(tensor, numbers, port, limits, regions)
 
 
-def _bytes_input(
-    tensor: Tensor, form: ValueForm, port: PortInfo, limits: ServeLimits, regions: Regions | None
-) -> _Input:
+def _contents(form: InputForm, tensor: Tensor, limits: ServeLimits, regions: Regions | None) -> Any:
+    """Return the validated contents of a tensor."""
+    if form.pending:
+        return None
+    if tensor.values is None:
+        return form.read(tensor_bytes(tensor, regions))
+    return form.collect(tensor.values)
+
+
+def _bytes_form(tensor: Tensor, form: ValueForm, port: PortInfo, limits: ServeLimits) -> InputForm:
     shape = tensor.shape
     count = byte_size("uint8", shape)
     count_max = min(limits.elements_max, LIST_ITEMS_MAX)  # a longer list would be refused later
@@ -277,31 +356,29 @@ def _bytes_input(
         batch = shape[0] if rank == 1 or (rank == 2 and shape[1] == 1) else None
     if not item and batch is None:
         raise InputError(f"found {BYTES} {list(shape)}, expected {form}, or one dimension more in front for a batch")
-    elements: Sequence[object]
-    if tensor.values is not None:
-        elements = tensor.values
+
+    def read(raw: Raw) -> Sequence[object]:
+        return decode_elements(raw, count)
+
+    def collect(elements: tuple[object, ...]) -> Sequence[object]:
         if len(elements) != count:
             raise InputError(f"found {len(elements)} elements, expected {count} for shape {list(shape)}")
-    else:
-        elements = decode_elements(tensor_bytes(tensor, regions), count)
+        return elements
 
-    def value_at(place: int) -> Any:
+    def value_at(elements: Sequence[object], place: int) -> Any:
         part = elements if place == WHOLE else elements[place * per_item : (place + 1) * per_item]
         listed = form.listed or len(part) != 1
-        try:
-            values = [value_of(form.element, one, port.type) for one in part]
-        except InputError as error:
-            raise InputError(f"input {port.name}: {error}") from None
+        values = [value_of(form.element, one, port.type) for one in part]
         if listed and values and all(isinstance(one, Packed) for one in values):
             return Packed("list", items=tuple(values))
         return values if listed else values[0]
 
-    return _Input(item, batch, value_at)
+    return InputForm(port.name, item, batch, read, collect, value_at)
 
 
-def _dense_input(
+def _dense_form(
     tensor: Tensor, numbers: Numbers, port: PortInfo, limits: ServeLimits, regions: Regions | None
-) -> _Input:
+) -> InputForm:
     shape, datatype = tensor.shape, tensor.datatype
     size = byte_size(DTYPES[datatype], shape)
     rank = len(shape)
@@ -325,52 +402,46 @@ def _dense_input(
     if region is not None and region.size_bytes != size:
         raise InputError(f"found {region.size_bytes} bytes, expected {size} for {datatype} {list(tensor.shape)}")
     plain = port.type != "any" and not (numbers.listed or numbers.scalar) and dtype != "bool"
-    if region is not None and size >= PENDING_BYTES_MIN and plain and form_of(port.type).element == "":
-        return _Input(item, batch, _pending(tensor, dtype, shape, _available(regions)))
-    array = _flat_bytes(tensor, size, limits, regions).view(NUMPY[datatype])
-    if datatype == "BOOL" and array.size and int(array.view(np.uint8).max()) > 1:
-        raise InputError("found bytes other than 0 and 1 in a BOOL tensor")
-    if dtype == "complex64":
-        array = array.view(np.complex64)
-    array = array.reshape(shape)
+    held = np.dtype(np.complex64) if dtype == "complex64" else NUMPY[datatype]
+    dims = tensor.shape
 
-    def value_at(place: int) -> Any:
-        part = array if place == WHOLE else array[place, ...]
-        if numbers.scalar:
-            try:
-                return number_of(datatype, part.reshape(-1))
-            except InputError as error:
-                raise InputError(f"input {port.name}: {error}") from None
-        return [part[one, ...] for one in range(len(part))] if numbers.listed else part
+    def read(raw: Raw) -> np.ndarray:
+        if len(raw) != size:
+            raise InputError(f"found {len(raw)} bytes, expected {size} for {datatype} {list(dims)}")
+        array = np.frombuffer(raw, held).reshape(shape)
+        if datatype == "BOOL" and array.size and int(array.view(np.uint8).max()) > 1:
+            raise InputError("found bytes other than 0 and 1 in a BOOL tensor")
+        return array
 
-    return _Input(item, batch, value_at)
-
-
-def _flat_bytes(tensor: Tensor, size: int, limits: ServeLimits, regions: Regions | None) -> np.ndarray:
-    """Return a dense tensor's bytes as a flat array, a view of raw contents."""
-    if tensor.values is not None:
-        count = byte_size("uint8", tensor.shape)
-        if len(tensor.values) != count:
-            raise InputError(f"found {len(tensor.values)} elements, expected {count} for shape {list(tensor.shape)}")
+    def collect(elements: tuple[object, ...]) -> np.ndarray:
+        count = byte_size("uint8", dims)
+        if len(elements) != count:
+            raise InputError(f"found {len(elements)} elements, expected {count} for shape {list(dims)}")
         if count > limits.elements_max:
             raise InputError(
                 f"found {count} elements one by one, expected at most {limits.elements_max}; send them raw"
             )
-        return array_of(tensor.datatype, tensor.values)
-    if tensor.raw is not None and len(tensor.raw) != size:
-        shape = list(tensor.shape)
-        raise InputError(f"found {len(tensor.raw)} bytes, expected {size} for {tensor.datatype} {shape}")
-    return np.frombuffer(tensor_bytes(tensor, regions), np.uint8)
+        return array_of(datatype, elements).view(held).reshape(shape)
+
+    def value_at(array: np.ndarray, place: int) -> Any:
+        part = array if place == WHOLE else array[place, ...]
+        if numbers.scalar:
+            return number_of(datatype, part.reshape(-1))
+        return [part[one, ...] for one in range(len(part))] if numbers.listed else part
+
+    if region is not None and size >= PENDING_BYTES_MIN and plain and form_of(port.type).element == "":
+        pending = _pending(region, dtype, shape, _available(regions))
+        return InputForm(port.name, item, batch, read, collect, pending, True)
+    return InputForm(port.name, item, batch, read, collect, value_at)
 
 
-def _pending(tensor: Tensor, dtype: str, shape: tuple[int, ...], regions: Regions) -> Callable[[int], PendingTensor]:
-    region = tensor.region
-    if region is None:
-        raise InputError("expected a region")
+def _pending(
+    region: Region, dtype: str, shape: tuple[int, ...], regions: Regions
+) -> Callable[[Any, int], PendingTensor]:
     regions.check(region.name, region.offset, region.size_bytes)
     name, offset = region.name, region.offset
 
-    def value_at(place: int) -> PendingTensor:
+    def value_at(contents: None, place: int) -> PendingTensor:
         spec = TensorSpec(dtype, shape if place == WHOLE else shape[1:])
         return PendingTensor(spec, partial(regions.read_into, name, offset + max(place, 0) * spec.size_bytes))
 

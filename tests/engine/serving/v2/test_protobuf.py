@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import InferInput, InferResult, service_pb2
@@ -14,7 +16,8 @@ from tritonclient.grpc._utils import _get_inference_request
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.v2 import protobuf
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Region, Tensor, WantedOutput
-from weftline.engine.serving.v2.protobuf import FIELDS_MAX, field_prefix, split_field
+from weftline.engine.serving.v2.protobuf import FIELDS_MAX, RAW_INPUTS, read_head, split_message
+from weftline.engine.serving.v2.protobuf_wire import field_prefix
 from weftline.errors import InputError
 
 LIMITS = ServeLimits()
@@ -57,7 +60,7 @@ def test_a_response_of_eight_megabytes_is_copied_by_one_join() -> None:
     array = np.arange(2 << 20, dtype=np.float32)
     raw = array.view(np.uint8).data
     response = InferResponse("m", "1", "id7", (Tensor("y", "FP32", (2 << 20,), raw),))
-    assert any(part is raw for part in protobuf._response_parts(response))
+    assert any(part is raw for part in protobuf.response_parts(response))
     result = InferResult(pb.ModelInferResponse.FromString(protobuf.response_bytes(response)))
     assert np.array_equal(result.as_numpy("y"), array)
 
@@ -114,8 +117,12 @@ def test_typed_bytes_stay_elements() -> None:
         (pb.ModelInferRequest(inputs=[{"name": "x"}] * 9).SerializeToString(), "9 inputs"),
         (pb.ModelInferRequest(outputs=[{"name": "x"}] * 9).SerializeToString(), "9 outputs"),
         (b"\x0a\xff", "not a ModelInferRequest"), (b"\x0a\x02\xff\xfe", "not a ModelInferRequest"),
-        (b"\x0b" * 20000, "wire type 3"), (b"\x3a\x80\x80\x80\x80\x0f" + bytes(20000), "middle of a field"),
-        (b"\x08\x01" * 10000, "more than 4096 fields"),
+        (b"\x0b" * 20000, "nested deeper"), (b"\x3a\x80\x80\x80\x80\x0f" + bytes(20000), "middle of a field"),
+        (b"\x08\x01" * (FIELDS_MAX + 1), "too many fields"),
+        (b"\x0b" + b"\x10\x01" * 5000 + b"\x0c",
+        "too many fields"),
+        (field_prefix(5, 600_000) + b"\x48\x01" * 300_000, "too many fields"),
+        (field_prefix(5, 1 << 20) + field_prefix(3, (1 << 20) - 4) + bytes((1 << 20) - 4), "too many fields"),
     ],
 )  # fmt: skip
 def test_messages_that_contradict_themselves_are_refused(data: bytes, why: str) -> None:
@@ -125,7 +132,6 @@ def test_messages_that_contradict_themselves_are_refused(data: bytes, why: str) 
 
 def test_every_truncation_of_a_message_is_refused_or_another_message() -> None:
     data = stock_request(x=np.zeros(5000, np.float32))
-    assert len(data) > protobuf.SPLIT_BYTES_MIN
     for size in [*range(0, 200), *range(len(data) - 200, len(data))]:
         try:
             protobuf.parse_request(data[:size], LIMITS)
@@ -250,50 +256,227 @@ def test_a_corrupted_message_is_a_message_or_an_input_error(data: st.DataObject,
         pass
 
 
-def test_the_wanted_field_is_cut_out_and_the_rest_stays_in_order() -> None:
-    first, large, last = field_prefix(1, 3) + b"abc", field_prefix(7, 5) + b"12345", b"\x40\x01"
-    rest, found = split_field(first + large + last + large, 7)
-    assert rest == first + last
-    assert [bytes(one) for one in found] == [b"12345", b"12345"]
+def test_the_id_and_raw_contents_are_cut_out_and_the_rest_stays_in_order() -> None:
+    first, id, raw, last = (
+        field_prefix(1, 1) + b"m",
+        field_prefix(3, 2) + b"id",
+        field_prefix(7, 2) + b"ab",
+        b"\x40\x01",
+    )
+    head, model, found, raws = split_message(first + id + raw + last + raw, RAW_INPUTS)
+    assert (head, model, found, raws) == (first + last, "m", "id", [b"ab", b"ab"])
+    assert split_message(first + last, RAW_INPUTS) == (first + last, "m", "", [])
 
 
-def test_what_was_cut_out_is_a_view_of_the_message() -> None:
-    data = field_prefix(7, 1 << 20) + bytes(1 << 20)
-    _, (found,) = split_field(data, 7)
-    assert np.shares_memory(np.frombuffer(found, np.uint8), np.frombuffer(data, np.uint8))
+# All fields, against protobuf: a message is accepted and read, or rejected, as upb accepts and reads, or rejects it.
 
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"\x3a\x05abc", "middle of a field"), (b"\x3a", "middle of a number"), (b"\x3a\xff\xff\xff\xff\x0f", "middle"),
-        (b"\x3a" + b"\xff" * 9 + b"\x01", "middle of a field"), (b"\x08" + b"\x80" * 10 + b"\x01", "64 bits"),
-        (b"\x08" + b"\xff" * 9 + b"\x02", "64 bits"), (b"\x08" + b"\x80" * 10 + b"\x00", "64 bits"),
-        (b"\x08\x80", "middle of a number"), (b"\x0b\x0c", "wire type 3"),
-        (b"\x0c", "wire type 4"), (b"\x0e", "wire type 6"), (b"\x0f", "wire type 7"), (b"\x02\x00", "field number"),
-        (b"\x00", "field number"), (b"\x09\0\0\0\0", "middle of a field"), (b"\x0d\0\0", "middle of a field"),
-        (b"\xff" * 9 + b"\x01", "field number"), (b"\x10\x01" * (FIELDS_MAX + 1), "more than"),
-    ],
+INT64 = st.integers(-(2**63), 2**63 - 1)
+PARAMETER = st.one_of(
+    st.just({}),
+    st.builds(lambda one: {"bool_param": one}, st.booleans()),
+    st.builds(lambda one: {"int64_param": one}, INT64),
+    st.builds(lambda one: {"string_param": one}, NAMES),
+    st.builds(lambda one: {"double_param": one}, st.floats(allow_nan=False)),
+    st.builds(lambda one: {"uint64_param": one}, st.integers(0, 2**64 - 1)),
+)
+PARAMETERS = st.dictionaries(NAMES, PARAMETER, max_size=2)
+ELEMENTS: dict[str, Any] = {
+    "bool_contents": st.booleans(), "int_contents": st.integers(-(2**31), 2**31 - 1), "int64_contents": INT64,
+    "uint_contents": st.integers(0, 2**32 - 1), "uint64_contents": st.integers(0, 2**64 - 1),
+    "fp32_contents": st.floats(width=32, allow_nan=False), "fp64_contents": st.floats(allow_nan=False),
+    "bytes_contents": st.binary(max_size=3),
+}  # fmt: skip
+TENSORS = st.fixed_dictionaries(
+    {"name": NAMES, "datatype": NAMES, "shape": st.lists(INT64, max_size=3), "parameters": PARAMETERS},
+    optional={
+        "contents": st.fixed_dictionaries({}, optional={k: st.lists(one, max_size=3) for k, one in ELEMENTS.items()})
+    },
+)
+MESSAGES = st.fixed_dictionaries(
+    {
+        "model_name": NAMES, "model_version": NAMES, "id": NAMES, "parameters": PARAMETERS,
+        "inputs": st.lists(TENSORS, max_size=2), "raw_input_contents": st.lists(st.binary(max_size=4), max_size=2),
+        "outputs": st.lists(st.fixed_dictionaries({"name": NAMES, "parameters": PARAMETERS}), max_size=2),
+    }
 )  # fmt: skip
-def test_what_is_no_message_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(InputError, match=why):
-        split_field(data, 7)
 
 
-@given(st.binary(max_size=200), st.integers(1, 15))
-def test_random_bytes_lose_nothing_or_are_refused(data: bytes, number: int) -> None:
+def stock_parameters(parameters: Any) -> dict[str, Any]:
+    chosen = {key: value.WhichOneof("parameter_choice") for key, value in parameters.items()}
+    return {key: None if one is None else getattr(parameters[key], one) for key, one in chosen.items()}
+
+
+def read_by_upb(data: bytes) -> object:
     try:
-        rest, found = split_field(data, number)
+        m = pb.ModelInferRequest.FromString(data)
+    except DecodeError:
+        return None
+    tensors = [
+        (
+            one.name, one.datatype, list(one.shape), stock_parameters(one.parameters),
+            {field.name: list(values) for field, values in one.contents.ListFields()},
+        )
+        for one in m.inputs
+    ]  # fmt: skip
+    outputs = [(one.name, stock_parameters(one.parameters)) for one in m.outputs]
+    raws = list(m.raw_input_contents)
+    return m.model_name, m.model_version, m.id, stock_parameters(m.parameters), tensors, outputs, raws
+
+
+def read_by_us(data: bytes) -> object:
+    try:
+        part, model, id, raws = split_message(data, RAW_INPUTS)
+        head = read_head(part, "a ModelInferRequest", RAW_INPUTS, 1000)
     except InputError:
-        return
-    assert len(rest) + sum(map(len, found)) <= len(data)
-    assert split_field(rest, number) == (rest, [])
+        return None
+    assert head.model == model
+    tensors = [
+        (
+            one.name, one.datatype, one.shape, one.parameters,
+            {name: values if isinstance(values, list) else values.tolist() for name, values in one.contents.items()},
+        )
+        for one in head.tensors
+    ]  # fmt: skip
+    return head.model, head.version, id, head.parameters, tensors, head.outputs, [bytes(one) for one in raws]
+
+
+@settings(max_examples=200, deadline=None)
+@given(MESSAGES)
+def test_every_field_is_read_as_upb_reads_it(fields: Any) -> None:
+    data = pb.ModelInferRequest(**fields).SerializeToString()
+    read = read_by_upb(data)
+    assert read is not None and read_by_us(data) == read
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data(), MESSAGES, MESSAGES)
+def test_a_mutated_message_is_read_or_rejected_as_by_upb(draw: st.DataObject, fields: Any, other: Any) -> None:
+    data = bytearray(pb.ModelInferRequest(**fields).SerializeToString())
+    for _ in range(draw.draw(st.integers(1, 3))):
+        at = draw.draw(st.integers(0, len(data)))
+        match draw.draw(st.sampled_from(["set", "delete", "insert", "merge"])):
+            case "set":
+                data[at : at + 1] = bytes([draw.draw(st.integers(0, 255))])
+            case "delete":
+                del data[at : at + 1]
+            case "insert":
+                data[at:at] = draw.draw(
+                    st.sampled_from([b"\0", b"\x08", b"\x0b", b"\x0c", b"\x12\0", b"\x80", b"\x28\1"])
+                )
+            case _:
+                data[at:at] = pb.ModelInferRequest(**other).SerializeToString()
+    assert repr(read_by_us(bytes(data))).count("nan") or read_by_us(bytes(data)) == read_by_upb(bytes(data))
+
+
+def nested(*numbers: int, inside: bytes) -> bytes:
+    """Return contents inside fields of these numbers, the first outermost."""
+    for number in reversed(numbers):
+        inside = field_prefix(number, len(inside)) + inside
+    return inside
+
+
+GROUP = {depth: b"\x7b" * depth + b"\x7c" * depth for depth in (97, 98, 99, 100, 101)}
+CORNERS = {
+    "tenth byte": nested(4, 2, inside=b"\x10" + b"\xff" * 9 + b"\x02"),
+    "bits beyond 64": b"\x78" + b"\x80" * 9 + b"\x7f",
+    "eleven bytes": b"\x78" + b"\x80" * 10 + b"\0", "long key": b"\x8a\x80\x80\x80\x00\x01a",
+    "longer key": b"\x8a\x80\x80\x80\x80\x00\x01a", "key of 33 bits": b"\xfa\xff\xff\xff\x1f\x00",
+    "key of 32 bits": b"\xfa\xff\xff\xff\x0f\x00", "long length": b"\x0a\x81" + b"\x80" * 8 + b"\x02a",
+    "number 0": b"\x02\x00", "number 0, varint": b"\0\0", "end of no group": b"\x7c", "wire type 6": b"\x7e",
+    "wire type 7": b"\x7f", "open group": b"\x7b", "another group's end": b"\x7b\x84\x01",
+    "a string as group": b"\x0b\x0c",
+    "a string as varint": b"\x08\x05", "a large bool": nested(4, 2, inside=b"\x08\x80\x80\x80\x80\x10"),
+    "a bool beyond 64 bits": nested(4, 2, inside=b"\x08" + b"\x80" * 9 + b"\x02"),
+    "int32 of 35 bits": nested(5, 5, inside=b"\x10\xff\xff\xff\xff\x1f"),
+    "uint32 of 35 bits": nested(5, 5, inside=b"\x22\x05\xff\xff\xff\xff\x1f"),
+    "packed, cut": nested(5, 5, inside=b"\x12\1\x80"),
+    "packed, eleven bytes": nested(5, 5, 2, inside=b"\x80" * 10 + b"\0"),
+    "packed bools": nested(5, 5, 1, inside=b"\2\0"),
+    "floats, cut": nested(5, 5, 6, inside=bytes(5)), "a float": nested(5, 5, inside=b"\x35" + bytes(4)),
+    "doubles both ways": nested(5, 5, inside=b"\x39" + bytes(8) + b"\x3a\x08" + bytes(8) + b"\x39" + bytes(7) + b"\1"),
+    "float as fixed64": nested(5, 5, inside=b"\x31" + bytes(8)), "surrogate": nested(1, inside=b"\xed\xa0\x80"),
+    "invalid, overwritten": nested(1, inside=b"\xff") + nested(1, inside=b"a"),
+    "overlong": nested(1, inside=b"\xc0\x80"),
+    "entry with an unknown field": nested(4, inside=b"\x0a\1a\x78\1"),
+    "entry with a group": nested(4, inside=b"\x0a\1a\x7b\x7c"),
+    "entry with a group first": nested(4, inside=b"\x7b\x7c\x0a\1a"),
+    "value with an unknown field": nested(4, 2, inside=b"\x78\1"),
+    "empty entry": nested(4, inside=b""), "entry with two values": nested(4, inside=b"\x12\2\x08\1\x12\2\x10\2"),
+    "key of another type": nested(4, inside=b"\x08\1"),
+    "one key twice": nested(4, inside=b"\x12\2\x08\1") + nested(4, inside=b""),
+    "value that is empty after one": nested(4, inside=b"\x12\2\x08\1\x12\0"),
+    "contents in two": nested(5, inside=nested(5, 2, inside=b"\1") * 2),
+    "shape both ways": nested(5, inside=b"\x18\1\x1a\2\2\3\x18\4"), "input in a wrong group": nested(5, inside=b"\x7c"),
+    **{f"groups {n}": one for n, one in GROUP.items()},
+    **{f"groups in an input {n}": nested(5, inside=one) for n, one in GROUP.items()},
+    **{f"groups in a value {n}": nested(4, 2, inside=one) for n, one in GROUP.items()},
+    **{f"groups in contents {n}": nested(5, 5, inside=one) for n, one in GROUP.items()},
+    **{f"groups in a tensor's value {n}": nested(5, 4, 2, inside=one) for n, one in GROUP.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_a_corner_of_the_wire_format_is_as_in_upb(corner: str) -> None:
+    assert read_by_us(CORNERS[corner]) == read_by_upb(CORNERS[corner])
+
+
+def test_typed_elements_are_counted_before_they_take_memory() -> None:
+    data = typed("INT64", "int64_contents", [1] * 1_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="more than 10 typed elements"):
+            protobuf.parse_request(data, ServeLimits(elements_max=10))
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+# Responses, byte for byte.
+
+VALUES = st.one_of(st.booleans(), st.integers(-(2**63), 2**64 - 1), NAMES, st.floats(allow_nan=False))
+OUTPUTS = st.builds(
+    lambda name, datatype, shape, raw, parameters: Tensor(name, datatype, tuple(shape), raw, None, None, parameters),
+    NAMES, NAMES, st.lists(st.integers(-3, 2**40), max_size=3), st.binary(max_size=200),
+    st.dictionaries(NAMES, VALUES, max_size=3),
+)  # fmt: skip
+RESPONSES = st.builds(
+    lambda model, version, id, outputs, parameters: InferResponse(model, version, id, tuple(outputs), parameters),
+    NAMES, NAMES, NAMES, st.lists(OUTPUTS, max_size=3), st.dictionaries(NAMES, VALUES, max_size=3),
+)  # fmt: skip
+
+
+def set_parameters(field: Any, parameters: Any) -> None:
+    for key, value in parameters.items():
+        kind = {bool: "bool_param", str: "string_param", float: "double_param"}.get(type(value))
+        setattr(field[key], kind or ("int64_param" if value < 2**63 else "uint64_param"), value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(RESPONSES)
+def test_responses_are_the_bytes_that_protobuf_writes(response: InferResponse) -> None:
+    stock = pb.ModelInferResponse(model_name=response.model, model_version=response.version, id=response.id)
+    set_parameters(stock.parameters, response.parameters)
+    for tensor in response.outputs:
+        one = stock.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        set_parameters(one.parameters, tensor.parameters)
+        stock.raw_output_contents.append(bytes(tensor.raw or b""))
+    assert protobuf.response_bytes(response) == stock.SerializeToString(deterministic=True)
+    back = protobuf.parse_response(protobuf.response_bytes(response))
+    assert (back.id, back.parameters) == (response.id, response.parameters)
+    framed = pb.ModelStreamInferResponse(error_message="e", infer_response=stock)
+    assert protobuf.stream_response_bytes(response, "e") == framed.SerializeToString(deterministic=True)
+
+
+def test_a_parameter_beyond_64_bits_is_refused() -> None:
+    for number in (1 << 64, -(1 << 63) - 1):
+        with pytest.raises(InputError, match="beyond 64 bits"):
+            protobuf.response_bytes(InferResponse("m", "1", "", (), {"n": number}))
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, 1 << 21, (1 << 32) + 5])
-def test_a_prefix_is_read_back(size: int) -> None:
+def test_a_prefix_has_a_length_of_as_many_bytes_as_it_needs(size: int) -> None:
     data = field_prefix(6, size)
     if size:
         with pytest.raises(InputError, match="middle of a field"):
-            split_field(data, 6)
+            split_message(data, 6)
     assert len(data) == 1 + max(1, -(-size.bit_length() // 7))
