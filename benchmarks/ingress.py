@@ -145,7 +145,7 @@ def chosen(only: Sequence[str], transports: Sequence[str]) -> tuple[list[str], l
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="3, or 1 with --quick")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each figure")
     parser.add_argument("--quick", action="store_true", help="0.3 s for each figure")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="servers, and words of rows")
     parser.add_argument("--transport", nargs="+", default=[], help="grpc.transport of ours; the default when left out")

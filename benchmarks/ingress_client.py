@@ -4,7 +4,8 @@
 
 URL is HOST:PORT for gRPC. For a peer without gRPC it is http://HOST:PORT: the tensor's bytes are then posted to /MODEL.
 Prints one line of JSON: calls, seconds, p50_ms, p99_ms. It needs tritonclient and numpy only, so that it runs in a
-peer's environment too. Callers are threads with the synchronous client. The first calls are not counted; then each makes at least one.
+peer's environment too. Callers are threads with the synchronous client. The first calls are not counted; then each
+makes at least one.
 """
 
 import argparse

@@ -101,6 +101,20 @@ def write_others(folder: Path) -> list[str]:
     return files
 
 
+def serve_files(pipelines: Sequence[str], transport: str) -> list[str]:
+    """Return what `weftline serve` is called with: these files, or a serve file of them that sets `grpc.transport`.
+
+    transport: '' for the server's default.
+    """
+    if not transport:
+        return list(pipelines)
+    lines = [f"grpc: {{transport: {transport}}}", "pipelines:"]
+    lines += [f"  {Path(file).stem}: {file}" for file in pipelines]
+    file = Path(pipelines[0]).with_name("serve.yaml")
+    file.write_text("\n".join(lines), "utf-8")
+    return [str(file)]
+
+
 def command_of(name: str, port: int, folder: Path) -> Sequence[str]:
     """Return what starts a server.
 
@@ -119,13 +133,8 @@ def command_of(name: str, port: int, folder: Path) -> Sequence[str]:
         return [str(python_of("ray")), str(HERE / "peers" / "ray_server.py"), str(port)]
     name, _, transport = name.partition("@")
     files = write_pipelines(folder, "-apart" in name) + (write_others(folder) if name.endswith("+") else [])
-    if transport:
-        serve_file = folder / "serve.yaml"
-        lines = [f"  {Path(file).stem}: {file}" for file in files]
-        serve_file.write_text("\n".join([f"grpc: {{transport: {transport}}}", "pipelines:", *lines]), "utf-8")
-        files = [str(serve_file)]
     processes = next(iter(re.findall(r"\d+", name)), "0")
-    serve = [sys.executable, "-m", "weftline", "serve", *files, "--port", str(port)]
+    serve = [sys.executable, "-m", "weftline", "serve", *serve_files(files, transport), "--port", str(port)]
     return [*serve, "--processes", processes, "--shared-memory"]
 
 
