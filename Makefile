@@ -17,7 +17,7 @@ SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-slow demo test test-slow test-versions lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-batch bench-device bench-peers simulate docs clean
+.PHONY: help setup setup-slow demo test test-slow test-versions lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-hostile bench-batch bench-device bench-peers simulate docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -123,13 +123,16 @@ bench-device: setup  ## hops of tensors on a device (a fake one unless DEVICE sa
 	$(RUN) benchmarks/device_hop.py --device $(or $(DEVICE),fake:0)
 	$(RUN) -m benchmarks.sleep_wake
 
-bench-ingress: setup  ## the gRPC ingress beside an empty echo, and Triton if it is built
-	$(RUN) -m benchmarks.ingress
+bench-ingress: setup  ## the ingress beside Triton, mosec, Ray Serve and an empty echo, and overloaded, about 12 minutes
+	$(RUN) -m benchmarks.peers.environments triton mosec ray
+	$(RUN) -m benchmarks.ingress $(if $(TRANSPORT),--transport $(TRANSPORT))
+	$(RUN) -m benchmarks.overload --grpc --seconds 20 $(if $(TRANSPORT),--transport $(firstword $(TRANSPORT)))
+
+bench-hostile: setup  ## a healthy client beside hostile and greedy ones
 	$(RUN) -m benchmarks.ingress_hostile
 
-bench-peers: setup  ## build the environment of each peer under .peers, then run what is measured beside them
+bench-peers: setup  ## build the environment of each peer under .peers
 	$(RUN) -m benchmarks.peers.environments
-	$(RUN) -m benchmarks.ingress
 
 simulate: setup  ## run the scheduler and device memory through SEEDS made-up worlds each
 	$(RUN) -m tests.engine.simulation --seeds $(SEEDS)

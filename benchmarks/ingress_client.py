@@ -1,12 +1,15 @@
-"""The client side of `benchmarks.ingress`, in a process of its own: stock tritonclient calls, closed loop.
+"""The client side of `benchmarks.ingress`, in a process of its own: stock tritonclient calls, or HTTP, closed loop.
 
     python benchmarks/ingress_client.py URL MODEL SIZE_BYTES --callers 8 --seconds 4 [--shared-memory]
 
+URL is HOST:PORT for gRPC. For a peer without gRPC it is http://HOST:PORT: the tensor's bytes are then posted to /MODEL.
 Prints one line of JSON: calls, seconds, p50_ms, p99_ms. It needs tritonclient and numpy only, so that it runs in a
-peer's environment too. Callers are threads with the synchronous client; the first calls are not counted.
+peer's environment too. Callers are threads with the synchronous client. The first calls are not counted; then each
+makes at least one.
 """
 
 import argparse
+import http.client
 import json
 import threading
 import time
@@ -14,6 +17,7 @@ import time
 import numpy as np
 import tritonclient.grpc as grpcclient
 import tritonclient.utils.shared_memory as shm
+from tritonclient.utils import InferenceServerException
 
 
 class Caller:
@@ -53,24 +57,67 @@ class Caller:
 
     def close(self):
         for region, handle in self.handles:
-            self.client.unregister_system_shared_memory(region)
+            self.unregister(region)
             shm.destroy_shared_memory_region(handle)
+
+    def unregister(self, region):
+        """Unregister a region; Triton still holds it for a moment after its last answer."""
+        for attempt in range(50):
+            try:
+                return self.client.unregister_system_shared_memory(region)
+            except InferenceServerException:
+                if attempt == 49:
+                    raise
+                time.sleep(0.05)
+
+
+class HttpCaller:
+    """One caller with a connection of its own."""
+
+    def __init__(self, address, model, size):
+        self.connection, self.path = http.client.HTTPConnection(address, timeout=60), f"/{model}"
+        self.body = np.arange(size, dtype=np.uint8).tobytes()
+
+    def call(self):
+        self.connection.request("POST", self.path, self.body)
+        answer = self.connection.getresponse()
+        body = answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"{answer.status}: {body[:200]!r}")
+        return body
+
+    def check(self, size):
+        if self.call() != self.body:
+            raise SystemExit("the answer is not the input")
+
+    def close(self):
+        self.connection.close()
+
+
+def callers_of(url, model, size, callers, shared):
+    if url.startswith("http://"):
+        return [HttpCaller(url.removeprefix("http://"), model, size) for _ in range(callers)]
+    client = grpcclient.InferenceServerClient(url)
+    return [Caller(client, model, size, shared, f"weftline-bench-{time.time_ns()}-{at}") for at in range(callers)]
 
 
 def measure(url, model, size, callers, seconds, shared, warm):
-    client = grpcclient.InferenceServerClient(url)
-    them = [Caller(client, model, size, shared, f"weftline-bench-{time.time_ns()}-{at}") for at in range(callers)]
+    them = callers_of(url, model, size, callers, shared)
     times: list[float] = []
-    start, stop = threading.Event(), [0.0]
+    start = threading.Barrier(callers + 1, timeout=60)
 
     def go(caller):
         mine = []
         for _ in range(warm if size < 1 << 20 else 2):
             caller.call()
         start.wait()
-        while (began := time.perf_counter()) < stop[0]:
+        began = time.perf_counter()
+        stop = began + seconds
+        while not mine or began < stop:
             caller.call()
-            mine.append(time.perf_counter() - began)
+            ended = time.perf_counter()
+            mine.append(ended - began)
+            began = ended
         times.extend(mine)
 
     try:
@@ -78,10 +125,8 @@ def measure(url, model, size, callers, seconds, shared, warm):
         threads = [threading.Thread(target=go, args=(caller,)) for caller in them]
         for thread in threads:
             thread.start()
-        time.sleep(0.2)
+        start.wait()
         began = time.perf_counter()
-        stop[0] = began + seconds
-        start.set()
         for thread in threads:
             thread.join()
         took = time.perf_counter() - began

@@ -10,10 +10,10 @@ at half of it, until latency is what it was before.
     memory      of the runtime and all workers together (RSS): its slope after a warm-up
     recovery    from the end of the overload to the first quarter of a second like before; the bar is 5 s
 
-    python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5] [--grpc]
+    python -m benchmarks.overload [--quick] [--seconds 60] [--loads 2 5] [--grpc] [--transport NAME]
 
-With `--grpc` the same load goes through `weftline serve`. The load itself then takes a
-good part of a small machine, whose peak is lower for it.
+With `--grpc` the same load goes through `weftline serve`, which keeps the other cores: the load is pinned on the last
+one, so that it does not take from the server what it measures. `--transport` sets grpc.transport of the server.
 """
 
 from __future__ import annotations
@@ -227,11 +227,14 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[2.0, 5.0], help="multiples of the peak")
     parser.add_argument("--quick", action="store_true", help="10 s each")
     parser.add_argument("--grpc", action="store_true", help="through the gRPC server of `weftline serve`")
+    parser.add_argument("--transport", default="", help="grpc.transport of the server; its default when left out")
     options = parser.parse_args()
+    if options.transport and not options.grpc:
+        parser.error("--transport: only with --grpc")
     seconds = 10.0 if options.quick else options.seconds
     print(conditions())
     asked: AbstractContextManager[Session | OverloadServer] = (
-        overload_server(pipeline()) if options.grpc else load(pipeline()).open()
+        overload_server(pipeline(), options.transport) if options.grpc else load(pipeline()).open()
     )
     with asked as session:
         drive(session, None, 2.0)

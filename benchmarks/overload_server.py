@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.ingress_servers import serve_files
 from weftline.engine.client.async_client import AsyncClient
 from weftline.engine.request import RequestOptions
 from weftline.pipelines.spec.builder import Builder
@@ -41,13 +43,35 @@ class OverloadServer:
 
 
 @contextmanager
-def overload_server(pipeline: Builder) -> Iterator[OverloadServer]:
-    """Serve a pipeline, and yield its address when it is ready."""
+def load_on_its_own_core() -> Iterator[None]:
+    """Pin this process on the last core, and what it starts meanwhile on the others; no-op with one core.
+
+    Inside the with statement this process has the other cores, which its children inherit; afterwards the last one.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1:
+        yield
+        return
+    os.sched_setaffinity(0, cores[:-1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores[-1:])
+        print(f"load pinned on core {cores[-1]}, server on {cores[:-1]}")
+
+
+@contextmanager
+def overload_server(pipeline: Builder, transport: str = "") -> Iterator[OverloadServer]:
+    """Serve a pipeline on all cores but that of the load, and yield its address when it is ready.
+
+    transport: grpc.transport of the serve file; '' for the server's default.
+    """
     with tempfile.TemporaryDirectory(prefix="weftline-bench-") as folder:
         file = Path(folder) / "overload.yaml"
         file.write_text(pipeline.to_yaml(), "utf-8")
-        command = [sys.executable, "-m", "weftline", "serve", str(file), "--port", "0"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        command = [sys.executable, "-m", "weftline", "serve", *serve_files([str(file)], transport), "--port", "0"]
+        with load_on_its_own_core():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         try:
             url = ""
             for line in process.stdout or ():

@@ -51,7 +51,7 @@ SHORT_RETRY_S = 1.0
 """Retry delay of requests that are refused while file descriptors are short."""
 
 ASYNCIO_LATE_S = 0.02
-"""Longest time a message may wait for the asyncio loop before the thread reads again."""
+"""Time without a read after which the thread reads messages again; it looks as often."""
 
 REPORTS_MAX = 256
 """Most progress reports that wait for the callback; the oldest are dropped."""
@@ -389,9 +389,9 @@ class Runtime:
 
     # one turn
 
-    def _read(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
+    def _read(self, ready: Sequence[tuple[int, int]]) -> None:
         """Read ready descriptors and process the messages together, with events that were posted."""
-        self.fleet.read(ready, wakes=wakes)
+        self.fleet.read(ready)
         while self._posted:
             self._received.append(self._posted.popleft())
         self._process_received()
@@ -460,8 +460,6 @@ class Runtime:
 
     def _watch_asyncio_loop(self, sleep_s: float) -> list[tuple[int, int]]:
         """Advance time while an asyncio loop reads messages; return what it left unread for too long."""
-        with self._lock:
-            self.fleet.set_wake_apart(True)
         ready: list[tuple[int, int]] = []
         while self._asyncio_reader.active and not self._closing and not ready:
             self.fleet.wait_wake(min(sleep_s, ASYNCIO_LATE_S) if sleep_s >= 0 else ASYNCIO_LATE_S)
@@ -469,15 +467,13 @@ class Runtime:
             if self._asyncio_error is not None:
                 break
             with self._lock:
-                unread = self.fleet.wait_ready(0)
-                if not self._listeners or (unread and self._asyncio_reader.is_late()):
-                    self._asyncio_reader.stop()
-                    ready = unread
+                if self._asyncio_reader.is_idle(self.clock.now_ms()):
+                    ready = self.fleet.unread()
+                    if ready or not self._listeners:
+                        self._asyncio_reader.stop()
                 sleep_s = self._turn(())
             if self._opening.pending:
                 self._opening.report()
-        with self._lock:
-            self.fleet.set_wake_apart(False)
         return ready
 
     def _read_in_asyncio_loop(self) -> None:
@@ -486,7 +482,7 @@ class Runtime:
             if self._closing or self._asyncio_error is not None:
                 return
             try:
-                self._read(self.fleet.wait_ready(0), wakes=False)
+                self._read(self.fleet.unread())
                 self._wake_if_sooner()
                 self._call_finished()
             except Exception as error:
@@ -619,9 +615,10 @@ class AsyncioReader:
     """Reads worker messages in an asyncio loop while all open requests wait in that loop.
 
     Reading in the runtime's thread would cost two thread switches for each result: to that thread, and then to the
-    asyncio loop. That loop therefore watches the runtime's epoll itself. It stops when a message has waited for
-    ASYNCIO_LATE_S because the loop is busy, and when another thread or loop submits a request. Methods are called under
-    the runtime's lock.
+    asyncio loop. That loop therefore watches the workers' epoll itself. It stops when it has read nothing for
+    ASYNCIO_LATE_S although a message waits, because it is busy, or while no request is open, and when another thread or
+    loop submits a request. A pause shorter than that between two requests does not stop it: each change of the reader
+    wakes the thread. Methods are called under the runtime's lock.
 
     read:   reads what is there without waiting; called in the loop's thread, without the lock.
     active: the loop reads messages.
@@ -634,7 +631,8 @@ class AsyncioReader:
         self._thread = 0
         self._fd = -1
         self._reads = 0
-        self._reads_seen = 0
+        self._reads_seen = -1  # at the thread's last look; -1: it has not looked since the loop began to read
+        self._idle_since_ms = 0.0
         self._watched = False
         self.active = False
         self.others = False
@@ -656,7 +654,7 @@ class AsyncioReader:
                 return False
             self._watched = True
         self.active = True
-        self._reads_seen = self._reads
+        self._reads_seen = -1
         return True
 
     def serves_another(self, loop: asyncio.AbstractEventLoop | None) -> bool:
@@ -668,10 +666,11 @@ class AsyncioReader:
         was, self.active = self.active, False
         return was
 
-    def is_late(self) -> bool:
-        """Return whether the loop has read nothing since the last call; called while something is unread."""
-        late, self._reads_seen = self._reads == self._reads_seen, self._reads
-        return late
+    def is_idle(self, now_ms: float) -> bool:
+        """Return whether the loop has read nothing for ASYNCIO_LATE_S, as seen by looks of the thread."""
+        if self._reads != self._reads_seen:
+            self._reads_seen, self._idle_since_ms = self._reads, now_ms
+        return now_ms - self._idle_since_ms >= ASYNCIO_LATE_S * 1000
 
     def close(self) -> None:
         """Stop watching in the loop and close the descriptor."""

@@ -35,6 +35,8 @@ KEPT_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
     # the C compiler that Triton and torch.compile call, and where it finds headers and libraries
     "CC", "CXX", "CPATH", "LIBRARY_PATH",
+    # glibc's allocator, which ingress processes set where these do not
+    "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES",
 )  # fmt: skip
 """Variables that a worker inherits: paths, and settings that GPU libraries take in no other form; never a secret."""
 

@@ -57,7 +57,7 @@ class WorkerProcesses:
     arenas:   every host arena that this process has mapped, by id.
     output:   reads what the workers print.
     short:    file descriptors for a worker start are missing.
-    epoll_fd: readable when `wait_ready` would return something; -1 before `open`.
+    epoll_fd: readable while a worker has something unread, and not for `wake`; -1 before `open`.
     """
 
     def __init__(self, plan: Plan, cache_dir: Path, received: Received, died: Died) -> None:
@@ -83,10 +83,12 @@ class WorkerProcesses:
 
     def open(self) -> None:
         """Create the epoll, the wake-up descriptor and the descriptor reserve; after an OSError call `close`."""
-        self._epoll = select.epoll()
-        self.epoll_fd = self._epoll.fileno()
+        # Two, because an asyncio loop watches the second: it must not see wake-ups, which only the thread clears.
+        self._epoll, self._workers_epoll = select.epoll(), select.epoll()
+        self.epoll_fd = self._workers_epoll.fileno()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._watch(self._wake_fd, lambda mask: self._clear_wake())
+        self._handlers[self._wake_fd] = lambda mask: self._clear_wake()
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._wake_poll = select.poll()
         self._wake_poll.register(self._wake_fd, select.POLLIN)
         if any(kind_of(worker.device) == "cuda" for worker in self._plan.workers):
@@ -133,7 +135,7 @@ class WorkerProcesses:
         process = known[1]
         try:
             if not process.channel.send(msg.encode(message), descriptor):
-                self._epoll.modify(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
+                self._watch_for(process.channel.fileno(), select.EPOLLIN | select.EPOLLOUT)
         except ChannelClosed:
             pass  # its death follows as an event of its own
         except OSError as error:  # the descriptor could not be duplicated, and the worker needs that arena
@@ -178,24 +180,19 @@ class WorkerProcesses:
         if self._wake_poll.poll(sleep_s * 1000):
             self._clear_wake()
 
-    def set_wake_apart(self, apart: bool) -> None:
-        """Set whether `wake` ends `wait_wake` alone, or `wait_ready` too."""
-        if apart:
-            self._epoll.unregister(self._wake_fd)
-        else:
-            self._epoll.register(self._wake_fd, select.EPOLLIN)
+    def unread(self) -> list[tuple[int, int]]:
+        """Return the descriptors of workers that are ready, without waiting."""
+        return self._workers_epoll.poll(0, EVENTS_MAX)
 
-    def read(self, ready: Sequence[tuple[int, int]], *, wakes: bool = True) -> None:
-        """Read ready descriptors. wakes: clear wake-ups too; False where they are for another thread."""
+    def read(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Read ready descriptors."""
         for fd, mask in ready:
-            if fd == self._wake_fd and not wakes:
-                continue
             handle = self._handlers.get(fd)
             if handle is not None:
                 handle(mask)
 
     def wake(self) -> None:
-        """End a `wait_ready` of another thread."""
+        """End a `wait_ready` or `wait_wake` of another thread."""
         wake_fd = self._wake_fd  # read once: `close` may reset it meanwhile
         if wake_fd >= 0:
             os.eventfd_write(wake_fd, 1)
@@ -237,6 +234,7 @@ class WorkerProcesses:
         wake_fd, self._wake_fd, self.epoll_fd = self._wake_fd, -1, -1
         if wake_fd >= 0:
             self._epoll.close()
+            self._workers_epoll.close()
             os.close(wake_fd)
 
     def _read_last(self, process: Process) -> None:
@@ -253,7 +251,7 @@ class WorkerProcesses:
         channel = process.channel
         try:
             if mask & select.EPOLLOUT and channel.flush():
-                self._epoll.modify(channel.fileno(), select.EPOLLIN)
+                self._watch_for(channel.fileno(), select.EPOLLIN)
             bodies = channel.receive() if mask != select.EPOLLOUT else ()
             messages = list(map(msg.decode_from_worker, bodies))
             if worker in self._arenas_to_come:
@@ -338,8 +336,14 @@ class WorkerProcesses:
 
     def _watch(self, fd: int, handle: Callable[[int], None]) -> None:
         self._handlers[fd] = handle
-        self._epoll.register(fd, select.EPOLLIN)
+        for epoll in (self._epoll, self._workers_epoll):
+            epoll.register(fd, select.EPOLLIN)
+
+    def _watch_for(self, fd: int, mask: int) -> None:
+        for epoll in (self._epoll, self._workers_epoll):
+            epoll.modify(fd, mask)
 
     def _unwatch(self, fd: int) -> None:
         if self._handlers.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            for epoll in (self._epoll, self._workers_epoll):
+                epoll.unregister(fd)

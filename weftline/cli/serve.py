@@ -22,6 +22,7 @@ import typer
 from weftline.cli.options import Verbose
 from weftline.cli.progress import loading_shown
 from weftline.engine.serving.auth.exposure import check_exposure
+from weftline.engine.serving.malloc import keep_freed_memory
 from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, read_file, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
 from weftline.pipelines.spec.document import without_secrets
@@ -237,6 +238,7 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
     for package in ("grpc", "tritonclient"):
         if find_spec(package) is None:
             raise MissingPackage(package, "serve")
+    keep_freed_memory()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs without limit
     from weftline.engine.serving.server import serve as run_server
 

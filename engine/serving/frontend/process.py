@@ -36,6 +36,7 @@ from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, attach_
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.logs import start_logs
+from weftline.engine.serving.malloc import keep_freed_memory
 from weftline.engine.worker.hardening import harden
 from weftline.errors import WeftlineError
 from weftline.shm.arena import HostArena
@@ -148,6 +149,7 @@ def make_servers(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Ingress
 def main(make: MakeServers, arguments: list[str]) -> None:
     """Run an ingress process; `arguments` as in the module's description."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core logs client errors, in its own format, without limit
+    keep_freed_memory()
     sock, requests, responses, parent = map(int, arguments)
     harden(parent)
     for one in (signal.SIGTERM, signal.SIGINT):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from weftline.engine.request import RequestOptions
+from weftline.engine.runtime.event_loop import ASYNCIO_LATE_S, AsyncioReader
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.session import Session, load
@@ -46,9 +47,54 @@ def test_the_loop_reads_while_its_requests_are_the_only_ones(session: Session) -
         assert reader_of(session)._reads > 0
 
     asyncio.run(main())
-    time.sleep(0.1)  # the thread looks after ASYNCIO_LATE_S, and no request of the loop is open
+    time.sleep(0.2)  # the thread looks every ASYNCIO_LATE_S, and no request of the loop is open
     assert not reader_of(session).active
     assert session.run(x="after")["y"] == "after"
+
+
+def test_a_short_pause_between_requests_does_not_stop_the_loop() -> None:
+    reader = AsyncioReader(lambda: None)
+    late_ms = ASYNCIO_LATE_S * 1000
+    assert not reader.is_idle(1000)  # the first look
+    assert not reader.is_idle(1000 + late_ms / 2)
+    reader._reads += 1
+    assert not reader.is_idle(1000 + late_ms)
+    assert not reader.is_idle(1000 + 1.9 * late_ms)
+    assert reader.is_idle(1000 + 2 * late_ms)
+
+
+def test_one_caller_after_another_wakes_the_thread_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = session._current.runtime
+    wakes, wake = [0], runtime.fleet.wake
+
+    def counted() -> None:
+        wakes[0] += 1
+        wake()
+
+    monkeypatch.setattr(runtime.fleet, "wake", counted)
+
+    async def main() -> None:
+        for place in range(100):
+            assert await ask(session, str(place)) == str(place)
+            await asyncio.sleep(0.003)  # no request is open when the thread looks
+
+    asyncio.run(main())
+    assert wakes[0] < 8  # not one for each look, of which there are about twenty
+
+
+def test_results_that_wait_together_are_read_together(session: Session) -> None:
+    async def main() -> None:
+        for _ in range(5):
+            waiting = [asyncio.create_task(ask(session, str(place))) for place in range(8)]
+            await asyncio.sleep(0)  # they are submitted now
+            before = reader_of(session)._reads
+            time.sleep(ASYNCIO_LATE_S / 2)  # the first results are there, and the loop is busy
+            assert await asyncio.gather(*waiting) == list("01234567")
+            reads.append(reader_of(session)._reads - before)
+
+    reads: list[int] = []
+    asyncio.run(main())
+    assert min(reads) < 8  # three steps of eight requests
 
 
 @pytest.mark.slow

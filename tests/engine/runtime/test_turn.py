@@ -34,7 +34,7 @@ class Recorder:
         self.unread -= 1
         return [(5, 1)] if self.unread >= 0 else []
 
-    def read(self, ready: list[tuple[int, int]], *, wakes: bool = True) -> None:
+    def read(self, ready: list[tuple[int, int]]) -> None:
         if ready:
             self.done.append("read")
 

@@ -1,9 +1,10 @@
-"""What becomes of a start that the system refuses."""
+"""Starts that the system refuses, and who sees a wake-up."""
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,19 @@ def test_only_what_the_system_is_short_of_passes(
     (death,) = deaths
     assert death[:3] == (0, 1, "s") and death[-1] is passes
     assert str(death[3]).startswith("it could not be started: ")
+
+
+def test_a_wake_up_is_seen_by_the_thread_and_not_by_a_loop(tmp_path: Path) -> None:
+    p = Builder("one")
+    p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
+    fleet = WorkerProcesses(load(p).plan, tmp_path, lambda *message: None, lambda *death: None)
+    fleet.open()
+    try:
+        fleet.wake()
+        # A loop that saw it would read again and again until the thread has cleared it.
+        assert select.select([fleet.epoll_fd], [], [], 0)[0] == [] and fleet.unread() == []
+        (ready,) = fleet.wait_ready(0)
+        fleet.read([ready])
+        assert fleet.wait_ready(0) == []
+    finally:
+        fleet.close()

@@ -209,7 +209,7 @@ def test_a_cancelled_request_is_withdrawn_and_done_is_not_called(repository: Rep
         for cancel in cancels:
             cancel()
         await asyncio.sleep(0.02)
-        assert len(ended) == 1 and isinstance(ended[0], list)
+        assert len(ended) == 1 and isinstance(ended[0], bytes)
 
     run(script())
     assert sorted(one.status for one in records) == ["CANCELLED", "CANCELLED", "CANCELLED", "OK"]
