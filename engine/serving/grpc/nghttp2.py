@@ -659,11 +659,15 @@ class Http2Connection:
         return events
 
     def close(self) -> list[Http2Stream]:
-        """Free the session and return the streams that were open. Nothing else may be called afterwards."""
-        streams = list(self._streams.values())
-        self._streams.clear()
-        for stream in streams:
+        """Free the session and return the streams whose CLOSED has not been returned.
+
+        Nothing else may be called afterwards.
+        """
+        streams = [stream for event, stream in self.take_events() if event is CLOSED]
+        for stream in self._streams.values():
             stream.closed, stream.error = True, CANCEL
+            streams.append(stream)
+        self._streams.clear()
         _ffi.release(self._session)
         return streams
 
