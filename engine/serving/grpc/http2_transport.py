@@ -295,6 +295,7 @@ class GrpcCall:
         if self.deadline_s is not None:
             self._timer = loop.call_later(self.deadline_s - time.monotonic(), self._expire)
         task = loop.create_task(self._run())
+        task.add_done_callback(self._on_task_done)
         self._running = task.cancel
 
     async def _run(self) -> None:
@@ -306,13 +307,14 @@ class GrpcCall:
             elif not isinstance(self.method, InferMethod):
                 response = await self.method.run(self._messages.popleft())
                 self._respond([response], OK_TRAILERS)
-        except asyncio.CancelledError as cancelled:
-            self.fail(self._error or cancelled)
         except Exception as error:
             self.fail(error)
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if task.cancelled():  # perhaps before `_run` began
+            self.fail(self._error or asyncio.CancelledError())
 
     def _done(self, answer: list[bytes | memoryview] | BaseException, call: CallContext) -> None:
         self._running = None
