@@ -238,6 +238,8 @@ class GrpcCall:
                     self._connection.http2.expect(stream, self._queued_bytes + size)
                 return
             self._release()
+            if size > STREAM_WINDOW_BYTES:
+                self._connection.http2.expect(stream, STREAM_WINDOW_BYTES)  # further messages have not been admitted
             if self._messages and not streamed:
                 raise _Unsupported("found a second message, expected one")
             self._messages.append(message)

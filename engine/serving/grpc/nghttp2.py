@@ -547,8 +547,9 @@ class Http2Connection:
         return self.take_events()
 
     def expect(self, stream: Http2Stream, size_bytes: int) -> None:
-        """Raise a stream's receive window to `size_bytes`, for a message of known size."""
-        if not stream.closed and size_bytes > STREAM_WINDOW_BYTES:
+        """Set a stream's receive window to `size_bytes`, for a message of known size; STREAM_WINDOW_BYTES at least."""
+        if not stream.closed:
+            size_bytes = max(size_bytes, STREAM_WINDOW_BYTES)
             _check(_lib.nghttp2_session_set_local_window_size(self._session, 0, stream.id, size_bytes))
 
     def consume(self, stream: Http2Stream, size_bytes: int) -> None:
