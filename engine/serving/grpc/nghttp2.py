@@ -351,6 +351,7 @@ def _on_close(session: Any, stream_id: int, error: int, user: Any) -> int:
 def _on_read(session: Any, stream_id: int, buffer: Any, size: int, flags: Any, source: Any, user: Any) -> int:
     """Fill a DATA frame, or announce its bytes for `_on_send_data`; at the end submit the trailers."""
     connection = _ffi.from_handle(user)
+    connection._idle_pings = 0
     stream = connection._streams[stream_id]
     out, offset, filled = stream._out, stream._offset, 0
     while out and filled < size:
@@ -649,7 +650,6 @@ class Http2Connection:
             self._parts.append(_ffi.unpack(out[0], size))
             self._parts_bytes += size
         if self._parts:
-            self._idle_pings = 0
             self._credit += self._parts_bytes // BYTES_PER_CONTROL
         parts, self._parts = self._parts, []
         return parts
