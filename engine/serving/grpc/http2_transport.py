@@ -639,14 +639,16 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._flushing = False
         if self._closed or self._writing_paused:
             return
+        unsent_bytes = self.http2.unsent_bytes
         try:
             parts = self.http2.data_to_send(FLUSH_BYTES)
         except Http2Error as error:
             _log.debug("a gRPC connection ends: %s", error)
             self._close_now()
             return
-        if parts:
+        if self.http2.unsent_bytes < unsent_bytes:
             self._sent_s = time.monotonic()
+        if parts:
             size = sum(map(len, parts))
             if size <= JOIN_BYTES_MAX:
                 self._transport.write(b"".join(parts))
@@ -682,7 +684,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if not self.http2.settings_acknowledged and now_s - self._opened_s > server.header_s:
             self._transport.abort()  # no greeting, or no answer to ours
             return
-        if self.http2.unsent_bytes and now_s - max(self._sent_s, self._opened_s) > STALL_S:
+        if not self.http2.unsent_bytes:
+            self._sent_s = now_s
+        elif now_s - self._sent_s > STALL_S:
             self._transport.abort()
             return
         for call in [call for call in self.calls if call.receiving]:
