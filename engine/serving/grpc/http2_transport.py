@@ -667,9 +667,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._balance_reading()
 
     def _close_now(self) -> None:
+        """Send what is queued, with a time limit, and close."""
         with contextlib.suppress(Http2Error):
             self._transport.writelines(self.http2.data_to_send(FLUSH_BYTES))
         self._transport.close()
+        self.server.loop.call_later(self.server.header_s, self._transport.abort)
         self.connection_lost(None)
 
     # time
