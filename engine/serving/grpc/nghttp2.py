@@ -172,8 +172,7 @@ class Http2Stream:
     """One request and its response.
 
     fields:       kept header fields, in order of arrival; trailers of the client are discarded.
-    header_bytes: size of the header block.
-    too_large:    it exceeds `header_bytes_max`.
+    too_large:    the header block exceeds `header_bytes_max`.
     body:         received bytes, taken by the owner.
     error:        code of the reset that ended it.
     unsent_bytes: queued bytes of the response that have not been handed to the socket.
@@ -194,7 +193,6 @@ class Http2Stream:
         "error",
         "field_count",
         "fields",
-        "header_bytes",
         "id",
         "remote_ended",
         "too_large",
@@ -205,7 +203,6 @@ class Http2Stream:
         self.id = stream_id
         self.fields: list[Field] = []
         self.field_count = 0
-        self.header_bytes = 0
         self.too_large = False
         self.body = bytearray()
         self.discard = False
