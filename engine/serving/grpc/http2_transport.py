@@ -238,6 +238,8 @@ class GrpcCall:
                     self._connection.http2.expect(stream, self._queued_bytes + size)
                 return
             self._release()
+            if size > STREAM_WINDOW_BYTES:
+                self._connection.http2.expect(stream, STREAM_WINDOW_BYTES)  # further messages have not been admitted
             if self._messages and not streamed:
                 raise _Unsupported("found a second message, expected one")
             self._messages.append(message)
@@ -295,6 +297,7 @@ class GrpcCall:
         if self.deadline_s is not None:
             self._timer = loop.call_later(self.deadline_s - time.monotonic(), self._expire)
         task = loop.create_task(self._run())
+        task.add_done_callback(self._on_task_done)
         self._running = task.cancel
 
     async def _run(self) -> None:
@@ -306,13 +309,14 @@ class GrpcCall:
             elif not isinstance(self.method, InferMethod):
                 response = await self.method.run(self._messages.popleft())
                 self._respond(response, OK_TRAILERS)
-        except asyncio.CancelledError as cancelled:
-            self.fail(self._error or cancelled)
         except Exception as error:
             self.fail(error)
-        finally:
-            if self._timer is not None:
-                self._timer.cancel()
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if task.cancelled():  # perhaps before `_run` began
+            self.fail(self._error or asyncio.CancelledError())
 
     def _done(self, answer: bytes | BaseException, call: CallContext) -> None:
         self._running = None
@@ -637,14 +641,16 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._flushing = False
         if self._closed or self._writing_paused:
             return
+        unsent_bytes = self.http2.unsent_bytes
         try:
             parts = self.http2.data_to_send(FLUSH_BYTES)
         except Http2Error as error:
             _log.debug("a gRPC connection ends: %s", error)
             self._close_now()
             return
-        if parts:
+        if self.http2.unsent_bytes < unsent_bytes:
             self._sent_s = time.monotonic()
+        if parts:
             size = sum(map(len, parts))
             if size <= JOIN_BYTES_MAX:
                 self._transport.write(b"".join(parts))
@@ -663,9 +669,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._balance_reading()
 
     def _close_now(self) -> None:
+        """Send what is queued, with a time limit, and close."""
         with contextlib.suppress(Http2Error):
             self._transport.writelines(self.http2.data_to_send(FLUSH_BYTES))
         self._transport.close()
+        self.server.loop.call_later(self.server.header_s, self._transport.abort)
         self.connection_lost(None)
 
     # time
@@ -680,7 +688,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if not self.http2.settings_acknowledged and now_s - self._opened_s > server.header_s:
             self._transport.abort()  # no greeting, or no answer to ours
             return
-        if self.http2.unsent_bytes and now_s - max(self._sent_s, self._opened_s) > STALL_S:
+        if not self.http2.unsent_bytes:
+            self._sent_s = now_s
+        elif now_s - self._sent_s > STALL_S:
             self._transport.abort()
             return
         for call in [call for call in self.calls if call.receiving]:

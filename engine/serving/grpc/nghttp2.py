@@ -172,8 +172,7 @@ class Http2Stream:
     """One request and its response.
 
     fields:       kept header fields, in order of arrival; trailers of the client are discarded.
-    header_bytes: size of the header block.
-    too_large:    it exceeds `header_bytes_max`.
+    too_large:    the header block exceeds `header_bytes_max`.
     body:         received bytes, taken by the owner.
     error:        code of the reset that ended it.
     unsent_bytes: queued bytes of the response that have not been handed to the socket.
@@ -194,7 +193,6 @@ class Http2Stream:
         "error",
         "field_count",
         "fields",
-        "header_bytes",
         "id",
         "remote_ended",
         "too_large",
@@ -205,7 +203,6 @@ class Http2Stream:
         self.id = stream_id
         self.fields: list[Field] = []
         self.field_count = 0
-        self.header_bytes = 0
         self.too_large = False
         self.body = bytearray()
         self.discard = False
@@ -351,6 +348,7 @@ def _on_close(session: Any, stream_id: int, error: int, user: Any) -> int:
 def _on_read(session: Any, stream_id: int, buffer: Any, size: int, flags: Any, source: Any, user: Any) -> int:
     """Fill a DATA frame, or announce its bytes for `_on_send_data`; at the end submit the trailers."""
     connection = _ffi.from_handle(user)
+    connection._idle_pings = 0
     stream = connection._streams[stream_id]
     out, offset, filled = stream._out, stream._offset, 0
     while out and filled < size:
@@ -547,8 +545,9 @@ class Http2Connection:
         return self.take_events()
 
     def expect(self, stream: Http2Stream, size_bytes: int) -> None:
-        """Raise a stream's receive window to `size_bytes`, for a message of known size."""
-        if not stream.closed and size_bytes > STREAM_WINDOW_BYTES:
+        """Set a stream's receive window to `size_bytes`, for a message of known size; STREAM_WINDOW_BYTES at least."""
+        if not stream.closed:
+            size_bytes = max(size_bytes, STREAM_WINDOW_BYTES)
             _check(_lib.nghttp2_session_set_local_window_size(self._session, 0, stream.id, size_bytes))
 
     def consume(self, stream: Http2Stream, size_bytes: int) -> None:
@@ -648,7 +647,6 @@ class Http2Connection:
             self._parts.append(_ffi.unpack(out[0], size))
             self._parts_bytes += size
         if self._parts:
-            self._idle_pings = 0
             self._credit += self._parts_bytes // BYTES_PER_CONTROL
         parts, self._parts = self._parts, []
         return parts
@@ -659,11 +657,15 @@ class Http2Connection:
         return events
 
     def close(self) -> list[Http2Stream]:
-        """Free the session and return the streams that were open. Nothing else may be called afterwards."""
-        streams = list(self._streams.values())
-        self._streams.clear()
-        for stream in streams:
+        """Free the session and return the streams whose CLOSED has not been returned.
+
+        Nothing else may be called afterwards.
+        """
+        streams = [stream for event, stream in self.take_events() if event is CLOSED]
+        for stream in self._streams.values():
             stream.closed, stream.error = True, CANCEL
+            streams.append(stream)
+        self._streams.clear()
         _ffi.release(self._session)
         return streams
 
