@@ -176,6 +176,7 @@ class GrpcCall:
         "_hold",
         "_messages",
         "_queued_bytes",
+        "_read_bytes",
         "_reading",
         "_running",
         "_timer",
@@ -193,7 +194,8 @@ class GrpcCall:
         self._error: Exception | None = None  # ends the call in place of what its task raises
         self._hold: AbstractContextManager[None] | None = None  # bytes of a large message that is being received
         self._messages: deque[bytes] = deque()
-        self._queued_bytes = 0
+        self._queued_bytes = 0  # of messages that wait to be read
+        self._read_bytes = 0  # of messages that were read
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
         self._running: Callable[[], object] | None = None  # cancels the method
@@ -234,12 +236,9 @@ class GrpcCall:
                     except BaseException:
                         self._hold = None
                         raise
-                if size > STREAM_WINDOW_BYTES:
-                    self._connection.http2.expect(stream, self._queued_bytes + size)
+                self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + size)
                 return
             self._release()
-            if size > STREAM_WINDOW_BYTES:
-                self._connection.http2.expect(stream, STREAM_WINDOW_BYTES)  # further messages have not been admitted
             if self._messages and not streamed:
                 raise _Unsupported("found a second message, expected one")
             self._messages.append(message)
@@ -384,8 +383,10 @@ class GrpcCall:
             await self._reading
         message = self._messages.popleft()
         self._queued_bytes -= len(message) + 5
-        connection.http2.consume(stream, len(message) + 5)
-        connection.flush_soon()
+        self._read_bytes += len(message) + 5
+        if self._read_bytes + STREAM_WINDOW_BYTES // 2 > stream.allowed_bytes:
+            connection.http2.allow(stream, self._read_bytes + STREAM_WINDOW_BYTES)
+            connection.flush_soon()
         return message
 
     async def write(self, message: bytes) -> None:

@@ -76,7 +76,7 @@ ssize_t nghttp2_session_mem_send(nghttp2_session *, const char **);
 int nghttp2_session_want_read(nghttp2_session *);
 int nghttp2_session_want_write(nghttp2_session *);
 int nghttp2_session_consume_connection(nghttp2_session *, size_t);
-int nghttp2_session_consume_stream(nghttp2_session *, int32_t, size_t);
+int nghttp2_submit_window_update(nghttp2_session *, uint8_t, int32_t, int32_t);
 int nghttp2_session_set_local_window_size(nghttp2_session *, uint8_t, int32_t, int32_t);
 int nghttp2_session_resume_data(nghttp2_session *, int32_t);
 int nghttp2_session_terminate_session(nghttp2_session *, uint32_t);
@@ -171,12 +171,13 @@ class Http2Limits:
 class Http2Stream:
     """One request and its response.
 
-    fields:       kept header fields, in order of arrival; trailers of the client are discarded.
-    too_large:    the header block exceeds `header_bytes_max`.
-    body:         received bytes, taken by the owner.
-    error:        code of the reset that ended it.
-    unsent_bytes: queued bytes of the response that have not been handed to the socket.
-    call:         for the owner.
+    fields:        kept header fields, in order of arrival; trailers of the client are discarded.
+    too_large:     the header block exceeds `header_bytes_max`.
+    body:          received bytes, taken by the owner.
+    allowed_bytes: length of the body that the client may send.
+    error:         code of the reset that ended it.
+    unsent_bytes:  queued bytes of the response that have not been handed to the socket.
+    call:          for the owner.
     """
 
     __slots__ = (
@@ -186,6 +187,7 @@ class Http2Stream:
         "_out",
         "_responded",
         "_trailers",
+        "allowed_bytes",
         "body",
         "call",
         "closed",
@@ -205,6 +207,7 @@ class Http2Stream:
         self.field_count = 0
         self.too_large = False
         self.body = bytearray()
+        self.allowed_bytes = STREAM_WINDOW_BYTES
         self.discard = False
         self.remote_ended = False
         self.closed = False
@@ -544,16 +547,12 @@ class Http2Connection:
             self.terminate(ENHANCE_YOUR_CALM)
         return self.take_events()
 
-    def expect(self, stream: Http2Stream, size_bytes: int) -> None:
-        """Set a stream's receive window to `size_bytes`, for a message of known size; STREAM_WINDOW_BYTES at least."""
-        if not stream.closed:
-            size_bytes = max(size_bytes, STREAM_WINDOW_BYTES)
-            _check(_lib.nghttp2_session_set_local_window_size(self._session, 0, stream.id, size_bytes))
-
-    def consume(self, stream: Http2Stream, size_bytes: int) -> None:
-        """Open a stream's receive window again by bytes of its body that have been used."""
-        if not stream.closed:
-            _check(_lib.nghttp2_session_consume_stream(self._session, stream.id, size_bytes))
+    def allow(self, stream: Http2Stream, size_bytes: int) -> None:
+        """Let the client send `size_bytes` of body since the beginning of the stream, or more if that was allowed."""
+        more = size_bytes - stream.allowed_bytes
+        if more > 0 and not (stream.closed or stream.remote_ended):
+            stream.allowed_bytes = size_bytes
+            _check(_lib.nghttp2_submit_window_update(self._session, 0, stream.id, more))
 
     def allow_control(self) -> None:
         """Grant CONTROL_FRAMES_MAX more frames without content. Call it once a second."""
