@@ -221,12 +221,14 @@ class _Signals:
 @contextlib.contextmanager
 def _logging_as(config: ServeConfig) -> Iterator[None]:
     """Log as configured within the context."""
+    logger = logging.getLogger("weftline")
+    level = logger.level
     handler = start_logs(config.logs)
     try:
         yield
     finally:
-        logger = logging.getLogger("weftline")
         logger.removeHandler(handler)
+        logger.setLevel(level)
         logger.propagate = True
 
 

@@ -153,7 +153,7 @@ def take_message(body: bytearray, bytes_max: int) -> tuple[bytes | None, int]:
     if body[0]:
         raise _Unsupported("found a compressed message; this server takes none (grpc-encoding: identity)")
     if size > bytes_max:
-        raise LimitReached(f"found a message of {size} bytes; limits.message_bytes_max is {bytes_max}")
+        raise LimitReached(f"the request is a message of {size} bytes; limits.message_bytes_max is {bytes_max}")
     if len(body) < size + 5:
         return None, size + 5
     with memoryview(body) as view:
@@ -328,7 +328,7 @@ class GrpcCall:
     def _respond(self, message: bytes, trailers: Sequence[Field]) -> None:
         size, bytes_max = len(message), self._connection.server.message_bytes_max
         if size > bytes_max:
-            self.fail(LimitReached(f"the response has {size} bytes; limits.message_bytes_max is {bytes_max}"))
+            self.fail(LimitReached(f"the response is a message of {size} bytes; limits.message_bytes_max is {bytes_max}"))
             return
         self._running, self._ended = None, True
         self._connection.http2.respond(self.stream, _framed(message), trailers)
@@ -393,7 +393,7 @@ class GrpcCall:
         connection, stream = self._connection, self.stream
         bytes_max = connection.server.message_bytes_max
         if len(message) > bytes_max:
-            raise LimitReached(f"a response has {len(message)} bytes; limits.message_bytes_max is {bytes_max}")
+            raise LimitReached(f"the response is a message of {len(message)} bytes; limits.message_bytes_max is {bytes_max}")
         if stream.closed:
             raise asyncio.CancelledError
         if not self._begun:

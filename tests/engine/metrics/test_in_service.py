@@ -66,10 +66,10 @@ def test_what_a_backend_tells_becomes_series_and_spans(tmp_path: Path) -> None:
 
     samples, own = asyncio.run(asyncio.wait_for(serve(), 60))
     tracing.flush()
-    assert samples["weftline_requests_total", "grpc", "shop", "OK"] == 1
-    assert samples["weftline_requests_total", "grpc", "shop", "INTERNAL"] == 1
-    assert samples["weftline_requests_total", "http", "", "NOT_FOUND"] == 1
-    assert samples["weftline_requests_total", "grpc-stream", "words", "OK"] == 1
+    assert samples["weftline_requests_total", "shop", "grpc", "OK"] == 1
+    assert samples["weftline_requests_total", "shop", "grpc", "INTERNAL"] == 1
+    assert samples["weftline_requests_total", "", "http", "NOT_FOUND"] == 1
+    assert samples["weftline_requests_total", "words", "grpc-stream", "OK"] == 1
     assert samples["weftline_request_pieces_total", "words"] == 3
     assert samples["weftline_caller_requests_total", "line-3", "OK"] == 1
     assert samples["weftline_step_items_total", "shop", "ok", "say"] == 2

@@ -103,7 +103,7 @@ WATCH_ALL = message(b"")
 
 
 class Wire:
-    """A client that sends frames as it is told, and answers the server's SETTINGS and PING."""
+    """A client that sends the frames of a test, and answers the server's SETTINGS and PING."""
 
     def __init__(self, server: Served, settings: bytes = b"", greeting: bytes = b"") -> None:
         host, _, port = server.address.rpartition(":")
