@@ -844,13 +844,16 @@ class Http2Transport:
         interval_s = min(1.0, max(0.05, min(limits.header_s, limits.keepalive_s, limits.keepalive_wait_s) / 4))
         while True:
             await asyncio.sleep(interval_s)
-            self.now_s = time.monotonic()
-            for connection in list(self.connections):
-                try:
-                    connection.check(self.now_s)
-                except Exception:
-                    _log.exception("a gRPC connection failed")
-                    connection.abort()
+            self._check_connections()
+
+    def _check_connections(self) -> None:
+        self.now_s = time.monotonic()
+        for connection in list(self.connections):
+            try:
+                connection.check(self.now_s)
+            except Exception:
+                _log.exception("a gRPC connection failed")
+                connection.abort()
 
 
 def _bound(family: int, address: Any, shared: bool = False) -> socket.socket:
