@@ -142,6 +142,10 @@ _PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """Characters of grpc-message that are not percent-encoded."""
 
 
+def _too_large(kind: str, size: int, bytes_max: int) -> LimitReached:
+    return LimitReached(f"the {kind} is a message of {size} bytes; limits.message_bytes_max is {bytes_max}")
+
+
 def take_message(body: bytearray, bytes_max: int) -> tuple[bytes | None, int]:
     """Take the first message off received bytes: the message, or None, and its length with the prefix (0: unknown).
 
@@ -153,7 +157,7 @@ def take_message(body: bytearray, bytes_max: int) -> tuple[bytes | None, int]:
     if body[0]:
         raise _Unsupported("found a compressed message; this server takes none (grpc-encoding: identity)")
     if size > bytes_max:
-        raise LimitReached(f"the request is a message of {size} bytes; limits.message_bytes_max is {bytes_max}")
+        raise _too_large("request", size, bytes_max)
     if len(body) < size + 5:
         return None, size + 5
     with memoryview(body) as view:
@@ -328,7 +332,7 @@ class GrpcCall:
     def _respond(self, message: bytes, trailers: Sequence[Field]) -> None:
         size, bytes_max = len(message), self._connection.server.message_bytes_max
         if size > bytes_max:
-            self.fail(LimitReached(f"the response is a message of {size} bytes; limits.message_bytes_max is {bytes_max}"))
+            self.fail(_too_large("response", size, bytes_max))
             return
         self._running, self._ended = None, True
         self._connection.http2.respond(self.stream, _framed(message), trailers)
@@ -393,7 +397,7 @@ class GrpcCall:
         connection, stream = self._connection, self.stream
         bytes_max = connection.server.message_bytes_max
         if len(message) > bytes_max:
-            raise LimitReached(f"the response is a message of {len(message)} bytes; limits.message_bytes_max is {bytes_max}")
+            raise _too_large("response", len(message), bytes_max)
         if stream.closed:
             raise asyncio.CancelledError
         if not self._begun:
