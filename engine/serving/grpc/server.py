@@ -148,7 +148,9 @@ def make_transport(config: ServeConfig, methods: Mapping[str, Method], guard: Gu
         try:
             from weftline.engine.serving.grpc.http2_transport import Http2Transport
 
-            return Http2Transport(config, methods, guard)
+            transport = Http2Transport(config, methods, guard)
+            _log.info("gRPC is served by libnghttp2")
+            return transport
         except ImportError as error:
             if chosen == NGHTTP2:
                 raise ModelError(f"grpc.transport is nghttp2: {error}\n    fix: {INSTALL}") from None
