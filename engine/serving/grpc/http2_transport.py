@@ -8,9 +8,9 @@ Responses that are ready in one turn of the loop are sent by one write. After TU
 for the next turn, and nothing more is read from that connection.
 
 What a client can make the server hold: STREAM_WINDOW_BYTES for each call, the messages admitted to the byte budget
-(checked against the length prefix, before the receive window is raised), and responses that it does not read, of calls
-that were admitted. A connection with more than UNSENT_BYTES_MAX of those is not read from, and one that takes nothing
-for STALL_S is closed.
+(checked against the length prefix, before the receive window is raised, and counted until a method takes them), and
+responses that it does not read, of calls that were admitted. With more than UNSENT_BYTES_MAX of those a connection gets
+no further calls, and is not read from while its socket is full; one that takes nothing for STALL_S is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any, cast
 from urllib.parse import quote_from_bytes
 
@@ -33,6 +33,7 @@ from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.config import FREE_BYTES, ServeConfig
 from weftline.engine.serving.grpc.nghttp2 import (
     BODY,
+    CLOSED,
     END,
     OK_TRAILERS,
     REQUEST,
@@ -74,13 +75,16 @@ JOIN_BYTES_MAX = 64 << 10
 """Frames of up to this total are joined into one write."""
 
 UNSENT_BYTES_MAX = 64 << 20
-"""Bytes of responses that a connection has not taken, from which nothing more is read from it."""
+"""Bytes of responses that a connection has not taken, from which further calls are refused."""
 
 STALL_S = 60.0
 """Longest time in which a connection with waiting responses takes no byte."""
 
 BACKLOG = 1024
 """Connections that wait to be accepted."""
+
+PROGRESS_BYTES = 64 << 10
+"""Bytes of an incomplete message that must arrive within `limits.header_s`."""
 
 PING_INTERVAL_S = 10.0
 """Interval at which a client may ping without calls; more often is a flood (gRFC A8)."""
@@ -179,9 +183,11 @@ class GrpcCall:
         "_error",
         "_hold",
         "_messages",
+        "_progress_bytes",
         "_queued_bytes",
         "_read_bytes",
         "_reading",
+        "_receiving_large",
         "_running",
         "_timer",
         "_writing",
@@ -196,11 +202,13 @@ class GrpcCall:
     def __init__(self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller) -> None:
         self._connection = connection
         self._error: Exception | None = None  # ends the call in place of what its task raises
-        self._hold: AbstractContextManager[None] | None = None  # bytes of a large message that is being received
-        self._messages: deque[bytes] = deque()
+        self._hold = ExitStack()  # bytes of a large message in the budget, until a method takes it
+        self._messages: deque[tuple[bytes, ExitStack]] = deque()
+        self._progress_bytes = 0  # received at `progress_s`
         self._queued_bytes = 0  # of messages that wait to be read
         self._read_bytes = 0  # of messages that were read
         self._reading: asyncio.Future[None] | None = None
+        self._receiving_large = False
         self._writing: asyncio.Future[None] | None = None
         self._running: Callable[[], object] | None = None  # cancels the method
         self._timer: asyncio.TimerHandle | None = None
@@ -215,8 +223,8 @@ class GrpcCall:
 
     @property
     def receiving(self) -> bool:
-        """True while a unary call waits for its message."""
-        return self._running is None and not self._ended
+        """True while a unary call waits for its message, or a part of a large message is held."""
+        return not self._ended and self._error is None and (self._running is None or self._receiving_large)
 
     def context(self) -> CallContext:
         streamed = isinstance(self.method, StreamMethod)
@@ -228,24 +236,23 @@ class GrpcCall:
     def on_body(self) -> None:
         """Take complete messages off the received bytes, and reserve a large one. Raises what refuses the call."""
         stream, server = self.stream, self._connection.server
-        self.progress_s = server.now_s
         streamed = isinstance(self.method, StreamMethod)
-        while len(stream.body) >= 5:
+        if stream.received_bytes - self._progress_bytes >= PROGRESS_BYTES:
+            self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
+        while stream.body:
             message, size = take_message(stream.body, server.message_bytes_max)
             if message is None:
-                if self._hold is None and size > FREE_BYTES:
-                    self._hold = server.budget.held_now(size)
-                    try:
-                        self._hold.__enter__()
-                    except BaseException:
-                        self._hold = None
-                        raise
-                self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + size)
-                return
-            self._release()
+                if size > FREE_BYTES and not self._receiving_large:
+                    self._hold.enter_context(server.budget.held_now(size - 5))
+                    self._receiving_large = True
+                    self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
+                self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + max(size, 5))
+                break
+            self._receiving_large = False
             if self._messages and not streamed:
                 raise _Unsupported("found a second message, expected one")
-            self._messages.append(message)
+            self._messages.append((message, self._hold))
+            self._hold = ExitStack()
             self._queued_bytes += size
         if self._messages and self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
@@ -293,7 +300,9 @@ class GrpcCall:
         if isinstance(method, InferMethod):
             call = self.context()
             self._running = _nothing
-            cancel = method.inference.start(self._messages.popleft(), call, lambda answer: self._done(answer, call))
+            message, hold = self._messages.popleft()
+            with hold:  # `start` counts it in a budget of its own
+                cancel = method.inference.start(message, call, lambda answer: self._done(answer, call))
             if self._running is not None:
                 self._running = cancel
             return
@@ -310,7 +319,9 @@ class GrpcCall:
                 await self.method.run(self)
                 self._finish(OK_TRAILERS)
             elif not isinstance(self.method, InferMethod):
-                response = await self.method.run(self._messages.popleft())
+                message, hold = self._messages.popleft()
+                with hold:
+                    response = await self.method.run(message)
                 self._respond(response, OK_TRAILERS)
         except Exception as error:
             self.fail(error)
@@ -370,9 +381,10 @@ class GrpcCall:
         self.end(DeadlineExceeded("the call's deadline has passed"))
 
     def _release(self) -> None:
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            hold.__exit__(None, None, None)
+        """Return the bytes of messages that no method has taken to the budget."""
+        self._hold.close()
+        for _, hold in self._messages:
+            hold.close()
 
     # StreamCall
 
@@ -385,7 +397,8 @@ class GrpcCall:
                 return None
             self._reading = connection.server.loop.create_future()
             await self._reading
-        message = self._messages.popleft()
+        message, hold = self._messages.popleft()
+        hold.close()
         self._queued_bytes -= len(message) + 5
         self._read_bytes += len(message) + 5
         if self._read_bytes + STREAM_WINDOW_BYTES // 2 > stream.allowed_bytes:
@@ -440,6 +453,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._flushing = False
         self._closed = True
         self._opened_s = self._received_s = self._sent_s = server.now_s
+        self._flushed_bytes = self._taken_bytes = 0  # handed to the socket, and taken by it
+        self._taken_s = server.now_s
         self._pinged_s = 0.0
         self._ping_allowed_s = server.now_s
         self._pongs = 0
@@ -450,7 +465,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         server = self.server
         tls = transport.get_extra_info("ssl_object")
-        if len(server.connections) >= server.connections_max or (tls and tls.selected_alpn_protocol() != "h2"):
+        if server.closed or len(server.connections) >= server.connections_max:
+            self._transport.abort()
+            return
+        if tls and tls.selected_alpn_protocol() != "h2":
             self._transport.abort()
             return
         self.http2 = Http2Connection(server.http2_limits)
@@ -540,7 +558,19 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return not self._closed
 
     def _on_events(self, events: list[Event]) -> None:
-        for event, stream in events:
+        waiting = deque(events)
+        try:
+            self._process(waiting)
+        except Exception:
+            _log.exception("a gRPC connection failed")
+            for event, stream in waiting:
+                if event is CLOSED:
+                    self._on_closed(stream)
+            self._transport.abort()
+
+    def _process(self, events: deque[Event]) -> None:
+        while events:
+            event, stream = events.popleft()
             if event is REQUEST:
                 self._on_request(stream)
                 continue
@@ -597,6 +627,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
             raise LimitReached(f"the metadata is too large; limits.metadata_bytes_max is {server.metadata_bytes_max}")
         name_of = path.decode("latin-1")
         caller = server.guard.admit(name_of, authorization)
+        if self.http2.unsent_bytes > UNSENT_BYTES_MAX:
+            raise LimitReached("the connection has not read the responses of earlier calls")
         if server.calls >= server.calls_max:
             raise LimitReached(f"{server.calls} calls are open; limits.calls_max is {server.calls_max}")
         if encoding not in (b"", b"identity"):
@@ -629,7 +661,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     def _balance_reading(self) -> None:
         """Read from the socket only while received work is done and responses are taken."""
-        pause = self._working or self.http2.unsent_bytes > UNSENT_BYTES_MAX
+        pause = self._working or (self._writing_paused and self.http2.unsent_bytes > UNSENT_BYTES_MAX)
         if pause != self._reading_paused:
             self._reading_paused = pause
             (self._transport.pause_reading if pause else self._transport.resume_reading)()
@@ -657,6 +689,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._sent_s = time.monotonic()
         if parts:
             size = sum(map(len, parts))
+            self._flushed_bytes += size
             if size <= JOIN_BYTES_MAX:
                 self._transport.write(b"".join(parts))
             else:
@@ -693,12 +726,20 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if not self.http2.settings_acknowledged and now_s - self._opened_s > server.header_s:
             self._transport.abort()  # no greeting, or no answer to ours
             return
+        waiting = self._transport.get_write_buffer_size()
+        if not waiting or self._flushed_bytes - waiting > self._taken_bytes:
+            self._taken_bytes, self._taken_s = self._flushed_bytes - waiting, now_s
+        elif now_s - self._taken_s > STALL_S:
+            self._transport.abort()
+            return
         if not self.http2.unsent_bytes:
             self._sent_s = now_s
         elif now_s - self._sent_s > STALL_S:
             self._transport.abort()
             return
         for call in [call for call in self.calls if call.receiving]:
+            if self._reading_paused:
+                call.progress_s = now_s
             if call.deadline_s is not None and now_s > call.deadline_s:
                 call.end(DeadlineExceeded("the call's deadline passed before its message had arrived"))
             elif now_s - call.progress_s > server.header_s:
@@ -760,7 +801,7 @@ class Http2Transport:
         self.ping_interval_s = min(limits.keepalive_s, PING_INTERVAL_S)
         self.connections: set[GrpcConnection] = set()
         self.calls = 0
-        self.closing = False
+        self.closing = self.closed = False
         self.now_s = time.monotonic()
         self._servers: list[asyncio.Server] = []
         self._sweeping: asyncio.Task[None] | None = None
@@ -834,6 +875,7 @@ class Http2Transport:
                 while self.connections:
                     self._all_closed.clear()
                     await self._all_closed.wait()
+        self.closed = True  # a handshake may end later
         for connection in list(self.connections):
             connection.abort()
         if self._sweeping is not None:

@@ -45,6 +45,7 @@ typedef struct { int32_t settings_id; uint32_t value; } nghttp2_settings_entry;
 typedef ssize_t (*read_callback)(nghttp2_session *, int32_t, char *, size_t, uint32_t *, nghttp2_data_source *, void *);
 typedef struct { nghttp2_data_source source; read_callback read; } nghttp2_data_provider;
 typedef int (*frame_callback)(nghttp2_session *, const nghttp2_frame_hd *, void *);
+typedef int (*invalid_callback)(nghttp2_session *, const nghttp2_frame_hd *, int, void *);
 typedef int (*header_callback)(nghttp2_session *, const nghttp2_frame_hd *, const char *, size_t, const char *, size_t,
                                uint8_t, void *);
 typedef int (*chunk_callback)(nghttp2_session *, uint8_t, int32_t, const char *, size_t, void *);
@@ -58,6 +59,7 @@ void nghttp2_session_callbacks_set_on_begin_headers_callback(nghttp2_session_cal
 void nghttp2_session_callbacks_set_on_header_callback(nghttp2_session_callbacks *, header_callback);
 void nghttp2_session_callbacks_set_on_frame_recv_callback(nghttp2_session_callbacks *, frame_callback);
 void nghttp2_session_callbacks_set_on_data_chunk_recv_callback(nghttp2_session_callbacks *, chunk_callback);
+void nghttp2_session_callbacks_set_on_invalid_frame_recv_callback(nghttp2_session_callbacks *, invalid_callback);
 void nghttp2_session_callbacks_set_on_stream_close_callback(nghttp2_session_callbacks *, close_callback);
 void nghttp2_session_callbacks_set_send_data_callback(nghttp2_session_callbacks *, send_data_callback);
 void nghttp2_session_callbacks_set_data_source_read_length_callback(nghttp2_session_callbacks *, read_length_callback);
@@ -78,6 +80,7 @@ int nghttp2_session_want_write(nghttp2_session *);
 int nghttp2_session_consume_connection(nghttp2_session *, size_t);
 int nghttp2_submit_window_update(nghttp2_session *, uint8_t, int32_t, int32_t);
 int nghttp2_session_set_local_window_size(nghttp2_session *, uint8_t, int32_t, int32_t);
+int32_t nghttp2_session_get_stream_local_window_size(nghttp2_session *, int32_t);
 int nghttp2_session_resume_data(nghttp2_session *, int32_t);
 int nghttp2_session_terminate_session(nghttp2_session *, uint32_t);
 int32_t nghttp2_session_get_last_proc_stream_id(nghttp2_session *);
@@ -102,6 +105,7 @@ NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, CANCEL, ENHANCE_YOUR_CALM = 0, 1, 2, 8
 _MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE, _MAX_FRAME_SIZE, _MAX_HEADER_LIST_SIZE = 3, 4, 5, 6
 
 # nghttp2
+_PAUSE = -526
 _DEFERRED, _TEMPORAL_FAILURE, _CALLBACK_FAILURE, _NO_MEMORY = -508, -521, -902, -901
 _EOF, _NO_END_STREAM, _NO_COPY = 1, 2, 4
 _NO_COPY_NAME_AND_VALUE = 2 | 4
@@ -171,13 +175,14 @@ class Http2Limits:
 class Http2Stream:
     """One request and its response.
 
-    fields:        kept header fields, in order of arrival; trailers of the client are discarded.
-    too_large:     the header block exceeds `header_bytes_max`.
-    body:          received bytes, taken by the owner.
-    allowed_bytes: length of the body that the client may send.
-    error:         code of the reset that ended it.
-    unsent_bytes:  queued bytes of the response that have not been handed to the socket.
-    call:          for the owner.
+    fields:         kept header fields, in order of arrival; trailers of the client are discarded.
+    too_large:      the header block exceeds `header_bytes_max`.
+    body:           received bytes, taken by the owner.
+    received_bytes: length of the body so far.
+    allowed_bytes:  length of the body that the client may send.
+    error:          code of the reset that ended it.
+    unsent_bytes:   queued bytes of the response that have not been handed to the socket.
+    call:           for the owner.
     """
 
     __slots__ = (
@@ -196,6 +201,7 @@ class Http2Stream:
         "field_count",
         "fields",
         "id",
+        "received_bytes",
         "remote_ended",
         "too_large",
         "unsent_bytes",
@@ -210,6 +216,7 @@ class Http2Stream:
         self.allowed_bytes = STREAM_WINDOW_BYTES
         self.discard = False
         self.remote_ended = False
+        self.received_bytes = 0
         self.closed = False
         self.error = NO_ERROR
         self.unsent_bytes = 0
@@ -323,11 +330,20 @@ def _on_frame(session: Any, frame: Any, user: Any) -> int:
     return 0
 
 
+@_callback("invalid_callback")
+def _on_invalid(session: Any, frame: Any, code: int, user: Any) -> int:
+    """Count a frame that the library refuses by itself: each queues a reset."""
+    _ffi.from_handle(user)._control += 1
+    return 0
+
+
 @_callback("chunk_callback")
 def _on_chunk(session: Any, flags: int, stream_id: int, data: Any, size: int, user: Any) -> int:
     connection = _ffi.from_handle(user)
     connection._received += size
     stream = connection._streams.get(stream_id)
+    if stream is not None:
+        stream.received_bytes += size
     if stream is not None and not stream.discard:
         stream.body += _ffi.buffer(data, size)
         connection._events.append((BODY, stream))
@@ -397,7 +413,7 @@ def _on_send_data(session: Any, frame: Any, head: Any, size: int, source: Any, u
         stream._offset = 0
     stream.unsent_bytes -= size
     connection.unsent_bytes -= size
-    return 0
+    return _PAUSE if connection._parts_bytes >= connection._limit_bytes else 0
 
 
 @_callback("read_length_callback")
@@ -450,6 +466,7 @@ def _session_callbacks() -> Any:
     _lib.nghttp2_session_callbacks_set_on_header_callback(callbacks, _on_header)
     _lib.nghttp2_session_callbacks_set_on_frame_recv_callback(callbacks, _on_frame)
     _lib.nghttp2_session_callbacks_set_on_data_chunk_recv_callback(callbacks, _on_chunk)
+    _lib.nghttp2_session_callbacks_set_on_invalid_frame_recv_callback(callbacks, _on_invalid)
     _lib.nghttp2_session_callbacks_set_on_stream_close_callback(callbacks, _on_close)
     _lib.nghttp2_session_callbacks_set_send_data_callback(callbacks, _on_send_data)
     _lib.nghttp2_session_callbacks_set_data_source_read_length_callback(callbacks, _on_read_length)
@@ -496,7 +513,7 @@ class Http2Connection:
         self._streams: dict[int, Http2Stream] = {}
         self._events: list[Event] = []
         self._parts: list[bytes | memoryview] = []
-        self._parts_bytes = 0
+        self._parts_bytes = self._limit_bytes = 0
         self._received = 0
         self._stopping: list[Http2Stream] = []  # reset once their responses have been sent
         self._control = 0
@@ -549,9 +566,12 @@ class Http2Connection:
 
     def allow(self, stream: Http2Stream, size_bytes: int) -> None:
         """Let the client send `size_bytes` of body since the beginning of the stream, or more if that was allowed."""
-        more = size_bytes - stream.allowed_bytes
-        if more > 0 and not (stream.closed or stream.remote_ended):
-            stream.allowed_bytes = size_bytes
+        if stream.closed or stream.remote_ended:
+            return
+        stream.allowed_bytes = max(stream.allowed_bytes, size_bytes)
+        window = _lib.nghttp2_session_get_stream_local_window_size(self._session, stream.id)
+        more = stream.allowed_bytes - stream.received_bytes - window
+        if more > 0:
             _check(_lib.nghttp2_submit_window_update(self._session, 0, stream.id, more))
 
     def allow_control(self) -> None:
@@ -633,13 +653,14 @@ class Http2Connection:
         Memoryviews are of the memory given to `respond` and `write`.
         """
         self._parts, self._parts_bytes = [], 0
+        self._limit_bytes = limit_bytes
         out = self._out
         while self._parts_bytes < limit_bytes:
             size = _lib.nghttp2_session_mem_send(self._session, out)
             if size <= 0:
                 self._raise_failure()
                 _check(size)
-                if not self._stopping:
+                if not self._stopping or self._parts_bytes >= limit_bytes:
                     break
                 self._reset_stopping()
                 continue

@@ -33,7 +33,7 @@ from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
-from weftline.engine.serving.v2.protobuf import parse_request, stream_response_bytes
+from weftline.engine.serving.v2.protobuf import stream_response_bytes
 from weftline.engine.serving.v2.request import ParsedRequest
 from weftline.engine.serving.v2.response import to_chunk_response
 from weftline.errors import LimitReached
@@ -156,7 +156,7 @@ class InferStream:
         request = InferRequest("", ())
         try:
             with self._inference.held(len(data)):
-                request = parse_request(data, self._inference.limits)
+                request = await self._inference.parse_message(data)
                 call = self._call.context()
                 self._charge(call.caller)
                 await self._wait_sequence(request)

@@ -43,8 +43,8 @@ END_HEADERS = 4
 FLOW_CONTROL_ERROR = 3
 STREAM_CLOSED_SETTINGS = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE = 0
 
-OK, CANCELLED, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, UNAUTHENTICATED = (
-    b"0", b"1", b"4", b"8", b"12", b"13", b"14", b"16",
+OK, CANCELLED, INVALID, DEADLINE, EXHAUSTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE, UNAUTHENTICATED = (
+    b"0", b"1", b"3", b"4", b"8", b"12", b"13", b"14", b"16",
 )  # fmt: skip
 INFER, STREAM, WATCH = METHOD + "ModelInfer", METHOD + "ModelStreamInfer", "/grpc.health.v1.Health/Watch"
 
@@ -483,6 +483,78 @@ def test_a_message_that_stops_arriving_is_refused(server: Served, monkeypatch: p
         wire.receive(0.2)
         wire.send(wire.begin(1, call()), frame(DATA, 0, 1, ASK[:7]))
         assert wire.wait(1, 5).status == EXHAUSTED
+    is_well(server)
+
+
+def large(size: int) -> bytes:
+    return message(request(values=bytes(size)).SerializeToString())
+
+
+def send_bodies(wire: Wire, streams: Sequence[int], data: bytes, flags: int = END_STREAM) -> None:
+    """Send a large message on each stream, once the server has opened all windows, and read nothing afterwards."""
+    for stream in streams:
+        wire.send(wire.begin(stream, call()), frame(DATA, 0, stream, data[:16_000]))
+    while not all(wire.replies.setdefault(stream, Reply()).window for stream in streams):
+        assert wire.receive(5)
+    for stream in streams:
+        for at in range(16_000, len(data), 16_000):
+            wire.send(frame(DATA, flags if at + 16_000 >= len(data) else 0, stream, data[at : at + 16_000]))
+
+
+def test_a_client_that_opens_windows_late_gets_all_its_responses(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Window updates are read while more responses wait than a connection may have."""
+    monkeypatch.setattr(http2_transport, "UNSENT_BYTES_MAX", 1 << 20)
+    with Wire(server) as wire:
+        send_bodies(wire, (1, 3, 5), large(900_000))
+        wait_until(lambda: sum(one.http2.unsent_bytes for one in transport(server).connections) > 2 << 20)
+        wire.send(wire.ask(7, call(), ASK))
+        assert wire.wait(7).status == EXHAUSTED
+        grants = [frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 24)) for stream in (0, 1, 3, 5)]
+        wire.send(*grants)
+        assert [wire.wait(stream).status for stream in (1, 3, 5)] == [OK] * 3
+    is_well(server)
+
+
+@pytest.mark.parametrize(("path", "complete"), [(INFER, True), (INFER, False), (STREAM, False)])
+def test_messages_that_wait_are_counted_and_do_not_wait_forever(path: str, complete: bool) -> None:
+    limits = ServeLimits(message_bytes_max=2 << 20, inflight_bytes_max=3 << 20, header_s=0.5)
+    with served_in_thread({"echo": ECHO}, limits=limits) as server, Wire(server) as wire:
+        budget, data = transport(server).budget, large(2_000_000)
+        if complete:
+            send_bodies(wire, [1], data, 0)  # and no end of the stream
+        else:
+            wire.send(wire.begin(1, call(path)), frame(DATA, 0, 1, data[:16_000]))
+        wait_until(lambda: budget.held_bytes > 1 << 20)
+        with Wire(server) as other:
+            other.send(other.begin(1, call()), frame(DATA, 0, 1, data[:16_000]))
+            assert other.wait(1).status == EXHAUSTED
+        for _ in range(8):
+            if not complete:
+                wire.send(frame(DATA, 0, 1, b"x"))
+            wire.receive(0.2)
+        assert wire.wait(1).status == EXHAUSTED and budget.held_bytes == 0
+
+
+def test_a_message_of_the_limit_fits_a_budget_of_the_same_size() -> None:
+    limits = ServeLimits(message_bytes_max=1 << 20, inflight_bytes_max=1 << 20)
+    with served_in_thread({"echo": ECHO}, limits=limits) as server, Wire(server) as wire:
+        send_bodies(wire, [1], message(bytes(1 << 20)))
+        assert wire.wait(1).status == INVALID
+
+
+def test_a_client_that_does_not_read_a_response_is_disconnected(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its window is open, so the response waits in the socket's buffer alone."""
+    monkeypatch.setattr(http2_transport, "STALL_S", 1.0)
+    with Wire(server, struct.pack(">HI", 4, (1 << 31) - 1)) as wire:
+        wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        wire.receive(0.3)
+        wire.send(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", (1 << 31) - 1 - 65_535)))
+        send_bodies(wire, range(1, 41, 2), large(900_000))
+        wait_until(lambda: not transport(server).connections)
     is_well(server)
 
 

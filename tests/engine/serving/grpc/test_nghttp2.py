@@ -299,6 +299,47 @@ def test_the_client_may_send_what_is_allowed() -> None:
     pair.check_idle()
 
 
+def test_padding_does_not_use_up_what_is_allowed() -> None:
+    pair = Pair()
+    pair.client.send_headers(1, CALL)
+    pair.exchange([1000])
+    (stream,) = pair.server.requests
+    pair.server.http2.allow(stream, 45_000)
+    pair.send_body(1, bytes(45_000), [1 << 16], padding=200)
+    pair.exchange([1 << 16])
+    assert len(pair.bodies[1]) == 45_000
+    pair.check_idle()
+
+
+def test_a_large_part_is_sent_in_pieces_of_the_limit() -> None:
+    pair = Pair(window=(1 << 31) - 1)
+    pair.client.increment_flow_control_window((1 << 31) - 1 - 65_535)
+    pair.client.send_headers(1, CALL)
+    pair.exchange([1 << 16])
+    (stream,) = pair.server.requests
+    pair.server.http2.respond(stream, [bytes(8 << 20)], OK_TRAILERS)
+    sizes = []
+    while data := pair.server.send(1 << 20):
+        sizes.append(len(data))
+    assert sum(sizes) > 8 << 20 and max(sizes) < (1 << 20) + (1 << 17), sizes
+
+
+def test_streams_beyond_the_limit_before_the_settings_end_the_connection() -> None:
+    pair = Pair()
+    encoder = pair.client.encoder
+    flood = b""
+    for stream in range(1, 40_001, 2):
+        block = encoder.encode(CALL)
+        flood += len(block).to_bytes(3, "big") + b"\x01\x04" + stream.to_bytes(4, "big") + block
+    core = Http2Connection(Http2Limits())
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+    core.receive(greeting)
+    for at in range(0, len(flood), 1 << 15):
+        core.receive(flood[at : at + (1 << 15)])
+    assert sum(map(len, core.data_to_send(1 << 24))) < 1 << 17
+    assert core.ended
+
+
 def test_streams_that_closed_before_an_error_are_returned_by_close() -> None:
     pair = Pair()
     for stream in (1, 3, 5):
