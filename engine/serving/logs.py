@@ -30,6 +30,7 @@ FIELDS = ("request", "model", "version", "caller", "protocol", "status", "ms")
 """Fields of a request's line beside its message, in this order."""
 
 _WORD = re.compile(r"[\w.:/@+-]+", re.ASCII)
+_log = logging.getLogger("weftline.ingress")
 _requests = logging.getLogger("weftline.requests")
 
 
@@ -69,7 +70,16 @@ def start_logs(logs: Logs, stream: TextIO | None = None) -> logging.Handler:
     logger.handlers[:] = [handler]
     logger.setLevel(logs.level.upper())
     logger.propagate = False
+    logging.getLogger("asyncio").addFilter(_without_refused_accepts)
     return handler
+
+
+def _without_refused_accepts(record: logging.LogRecord) -> bool:
+    """Replace asyncio's traceback of an accept() without file descriptors by a line."""
+    if not str(record.msg).startswith("socket.accept() out of system resource"):
+        return True
+    _log.warning("no file descriptor is left for further connections; `ulimit -n` raises the limit")
+    return False
 
 
 class RequestLog:

@@ -136,12 +136,12 @@ def a_fallback_that_is_never_activated(patch: pytest.MonkeyPatch, draws: random.
     failed = graph.failed
 
     def forgetful(
-        state: SchedulerState, request: Request, place: int, error: str, message: str, step: str, traceback: str = ""
+        state: SchedulerState, request: Request, place: int, error: str, message: str, step: str, *more: str
     ) -> None:
         if place in request.route.fallbacks:
             graph._abandon_unit(state, request, place)
         else:
-            failed(state, request, place, error, message, step, traceback)
+            failed(state, request, place, error, message, step, *more)
 
     patch.setattr(graph, "failed", forgetful)
 

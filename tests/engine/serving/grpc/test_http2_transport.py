@@ -517,6 +517,20 @@ def test_a_client_that_opens_windows_late_gets_all_its_responses(
     is_well(server)
 
 
+def test_padding_does_not_use_up_the_window_of_a_message(server: Served) -> None:
+    data, padded = large(45_000), 8
+    with Wire(server) as wire:
+        wire.send(wire.begin(1, call()))
+        reply, window, at = wire.replies.setdefault(1, Reply()), STREAM_WINDOW_BYTES, 0
+        while at < len(data):
+            while window + reply.window < 251:
+                assert wire.receive(2), "the server opens no window"
+            wire.send(frame(DATA, padded | (at + 150 >= len(data)), 1, b"\x64" + data[at : at + 150] + bytes(100)))
+            window -= 251
+            at += 150
+        assert wire.wait(1).status == OK
+
+
 @pytest.mark.parametrize(("path", "complete"), [(INFER, True), (INFER, False), (STREAM, False)])
 def test_messages_that_wait_are_counted_and_do_not_wait_forever(path: str, complete: bool) -> None:
     limits = ServeLimits(message_bytes_max=2 << 20, inflight_bytes_max=3 << 20, header_s=0.5)

@@ -299,18 +299,6 @@ def test_the_client_may_send_what_is_allowed() -> None:
     pair.check_idle()
 
 
-def test_padding_does_not_use_up_what_is_allowed() -> None:
-    pair = Pair()
-    pair.client.send_headers(1, CALL)
-    pair.exchange([1000])
-    (stream,) = pair.server.requests
-    pair.server.http2.allow(stream, 45_000)
-    pair.send_body(1, bytes(45_000), [1 << 16], padding=200)
-    pair.exchange([1 << 16])
-    assert len(pair.bodies[1]) == 45_000
-    pair.check_idle()
-
-
 def test_a_large_part_is_sent_in_pieces_of_the_limit() -> None:
     pair = Pair(window=(1 << 31) - 1)
     pair.client.increment_flow_control_window((1 << 31) - 1 - 65_535)
