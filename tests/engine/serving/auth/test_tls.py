@@ -1,3 +1,4 @@
+import asyncio
 import logging
 import os
 import shutil
@@ -5,19 +6,22 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from concurrent import futures
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
 
 from tests.engine.serving.auth.certificates import Authority
+from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
 from weftline.engine.serving.auth.tls import PEM_BYTES_MAX, TlsFiles, server_credentials, ssl_context
-from weftline.engine.serving.config import Tls
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, Tls
+from weftline.engine.serving.grpc.grpcio_transport import GrpcioTransport
+from weftline.engine.serving.grpc.http2_transport import Http2Transport
+from weftline.engine.serving.grpc.service import Guard, UnaryMethod
 from weftline.errors import PipelineError
 
 Pair = tuple[Path, Path]
@@ -200,18 +204,45 @@ def test_http_old_versions_of_tls_are_refused(made: Made, tls: Tls) -> None:
 # gRPC
 
 
-@contextmanager
-def grpc_server(credentials: Any) -> Iterator[int]:
-    echo = grpc.method_handlers_generic_handler(
-        "test.Echo", {"Say": grpc.unary_unary_rpc_method_handler(lambda request, context: request)}
-    )
-    server = grpc.server(futures.ThreadPoolExecutor(2), handlers=[echo])
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    server.start()
-    try:
-        yield port
-    finally:
-        server.stop(0).wait()
+T = TypeVar("T")
+Serve = Callable[[Tls], AbstractContextManager[int]]
+
+
+class Admitting:
+    """A guard that admits every call."""
+
+    def admit(self, path: str, authorization: Any) -> Caller:
+        return ANONYMOUS
+
+
+async def echo(data: bytes) -> bytes:
+    return data
+
+
+@pytest.fixture(params=[Http2Transport, GrpcioTransport], ids=["nghttp2", "grpcio"])
+def grpc_server(request: pytest.FixtureRequest) -> Serve:
+    """Serve one method with TLS through each of the transports; returns the port."""
+
+    @contextmanager
+    def serve(tls: Tls) -> Iterator[int]:
+        loop, guard = asyncio.new_event_loop(), cast(Guard, Admitting())
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+
+        def run(work: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+
+        async def make() -> Any:
+            config = ServeConfig({}, GrpcConfig(port=0), tls=tls)
+            return request.param(config, {"/test.Echo/Say": UnaryMethod(echo)}, guard)
+
+        transport = run(make())
+        try:
+            yield run(transport.listen())
+        finally:
+            run(transport.close(0))
+            loop.call_soon_threadsafe(loop.stop)
+
+    return serve
 
 
 def channel_to(port: int, authority: Authority, own: Pair | None = None) -> Any:
@@ -236,8 +267,8 @@ def reached(port: int, authority: Authority, own: Pair | None = None) -> bool:
         return answers(channel)
 
 
-def test_grpc_new_connections_see_new_files_and_open_ones_go_on(made: Made, tls: Tls) -> None:
-    with grpc_server(server_credentials(tls)) as port:
+def test_grpc_new_connections_see_new_files_and_open_ones_go_on(made: Made, tls: Tls, grpc_server: Serve) -> None:
+    with grpc_server(tls) as port:
         old = channel_to(port, made.one)
         assert answers(old)
         install(tls, made.second)
@@ -248,9 +279,9 @@ def test_grpc_new_connections_see_new_files_and_open_ones_go_on(made: Made, tls:
 
 
 def test_grpc_broken_new_files_leave_the_old_ones_in_force(
-    made: Made, tls: Tls, caplog: pytest.LogCaptureFixture
+    made: Made, tls: Tls, caplog: pytest.LogCaptureFixture, grpc_server: Serve
 ) -> None:
-    with grpc_server(server_credentials(tls)) as port:
+    with grpc_server(tls) as port:
         tls.certificate.write_text("no certificate")
         assert reached(port, made.one)
         assert reached(port, made.one)
@@ -259,9 +290,11 @@ def test_grpc_broken_new_files_leave_the_old_ones_in_force(
         assert reached(port, made.two)
 
 
-def test_grpc_mutual_tls_wants_a_certificate_of_the_authority(made: Made, tls: Tls, tmp_path: Path) -> None:
+def test_grpc_mutual_tls_wants_a_certificate_of_the_authority(
+    made: Made, tls: Tls, tmp_path: Path, grpc_server: Serve
+) -> None:
     both = mutual(tls, made.one, tmp_path)
-    with grpc_server(server_credentials(both)) as port:
+    with grpc_server(both) as port:
         assert reached(port, made.one, made.client)
         assert not reached(port, made.one)
         assert not reached(port, made.one, made.stranger)
