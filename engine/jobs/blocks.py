@@ -3,7 +3,7 @@
 Part `p` starts at place p * part_rows, and no block crosses a part. So a data set is partitioned equally in every run,
 wherever that run starts.
 
-`answered` bounds memory by the number of blocks: `ahead` in the runner, and as many read ahead. Large blocks are
+`run_in_order` bounds memory by the number of blocks: `ahead` in the runner, and as many read ahead. Large blocks are
 bounded by BYTES_MAX in each place, and at least one is admitted.
 """
 
@@ -194,7 +194,7 @@ class _Ahead(Generic[Block]):
             self._wake.set()
 
 
-def answered(
+def run_in_order(
     blocks: Iterable[Block],
     submit: Callable[[Block], Future[Answer]],
     ahead: int,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weftline.engine.jobs.progress import Tally
-from weftline.errors import StepUnavailable, WeftlineError, WorkerDied, traceback_of
+from weftline.errors import KEEPS_FAILING_TO_START, StepUnavailable, WeftlineError, WorkerDied, traceback_of
 from weftline.nodes.ports import PortType
 from weftline.nodes.urgency import SEEDS
 
@@ -178,7 +178,7 @@ class JobRunner(Protocol):
     def figures(self) -> Mapping[str, float]:
         """Return current totals, such as `tokens`, and `busy:STEP` as a fraction. Does not block."""
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """Wait after the last block until `figures` is complete, at most about two seconds."""
 
     def close(self) -> None:
@@ -189,8 +189,6 @@ Stop = Callable[[], bool]
 """Returns True once a stop of the job is requested."""
 
 
-_GIVEN_UP = "keeps failing to start"
-"""Part of the reason of a WorkerDied whose step has no worker left."""
 _STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
 
 
@@ -211,7 +209,8 @@ def row_seed(seed: int, place: int) -> int:
 
 def is_permanent(error: WeftlineError) -> bool:
     """Return True if a step has no worker left, so that every other row would fail as well."""
-    return isinstance(error, StepUnavailable) or (isinstance(error, WorkerDied) and _GIVEN_UP in str(error))
+    given_up = isinstance(error, WorkerDied) and KEEPS_FAILING_TO_START in str(error)
+    return given_up or isinstance(error, StepUnavailable)
 
 
 def row_error(error: WeftlineError) -> RowError:

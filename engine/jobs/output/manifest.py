@@ -138,7 +138,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     file:         data file in the job's folder.
     errors_file:  error rows in the job's state folder; '' without error rows.
     media:        one entry for each revision with media.
-    after:        position of the source after the last row.
+    after:        resume point at or before the next row.
     tally:        step statistics, from Tally.to_json.
     seconds:      run time of all revisions.
     revision:     number of retries of the error rows.

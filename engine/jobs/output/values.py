@@ -36,7 +36,7 @@ SUFFIXES = {"image": ".png", "audio": ".wav"}
 PNG_LEVEL = 4
 """zlib level: twice as fast as the default 6, with files a few percent larger."""
 
-Write = Callable[[str, bytes], str]
+WriteMedia = Callable[[str, bytes], str]
 """Writes a file of this name and content, and returns its path for the table."""
 
 Encoded = Any
@@ -55,12 +55,12 @@ class Unwritable(InputError):
         self.errors = dict(errors)
 
 
-def settled(
+def to_record_batch(
     columns: Columns,
     answered: BlockResult,
     block: RowBlock,
     encoder: MediaEncoder | None = None,
-    write: Write | None = None,
+    write: WriteMedia | None = None,
 ) -> tuple[BlockResult, pa.RecordBatch]:
     """Convert a block's rows without an error; rows that cannot be written become errors of the result."""
     try:
@@ -75,7 +75,7 @@ def to_columns(
     answered: BlockResult,
     block: RowBlock,
     encoder: MediaEncoder | None = None,
-    write: Write | None = None,
+    write: WriteMedia | None = None,
 ) -> pa.RecordBatch:
     """Convert the rows without an error, in order; Unwritable lists rows whose values do not fit.
 
@@ -160,13 +160,14 @@ def _encoded(
 
 
 def _error(column: ResultColumn, why: str) -> RowError:
+    """Return the error of a value that cannot be written: a StepError without a step, because every step succeeded."""
     return RowError("", "StepError", f"output {column.of}: {why}")
 
 
-def _in_file(value: Any, write: Write | None) -> Any:
+def _in_file(value: Any, write: WriteMedia | None) -> Any:
     if write is None:
         raise ValueError("media files require a write function")
-    return written(value, write)
+    return write_media(value, write)
 
 
 class MediaEncoder:
@@ -217,7 +218,7 @@ def inline(value: Encoded) -> Any:
     return _each(value, lambda name, data: {"bytes": data, "path": name})
 
 
-def written(value: Encoded, write: Write) -> Any:
+def write_media(value: Encoded, write: WriteMedia) -> Any:
     """Write the files of an encoded value and return their paths."""
     return _each(value, write)
 

@@ -201,7 +201,7 @@ class ServerRunner:
         tokens = {"tokens": float(self._tokens)} if self._tokens else {}
         return {"in_flight": float(int(self._queue.window.size)), **tokens}
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """No figures arrive later."""
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class SessionRunner:
                         figures[name] = figures.get(name, 0.0) + values[figure]
         return figures | busy(self._lately, self.instances)
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """See rows.JobRunner. Workers report metrics once a second."""
         if self._streams and self._answered_s is not None:
             self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))

@@ -109,7 +109,7 @@ class Plain:
     def figures(self) -> Mapping[str, float]:
         return {}
 
-    def settle(self) -> None: ...
+    def wait_for_figures(self) -> None: ...
 
     def close(self) -> None:
         self._pool.shutdown()

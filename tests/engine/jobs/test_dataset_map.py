@@ -62,7 +62,7 @@ class Shouter:
     def figures(self) -> Mapping[str, float]:
         return {}
 
-    def settle(self) -> None: ...
+    def wait_for_figures(self) -> None: ...
 
     def close(self) -> None:
         self.closed.set()

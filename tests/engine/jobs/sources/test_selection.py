@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.engine.jobs.sources.conftest import MAKERS, ROWS, table
 from weftline.engine.jobs.rows import Rows, Source
 from weftline.engine.jobs.sources import media, reader, selection, text_reader
+from weftline.engine.jobs.sources.arrow_readers import HuggingFaceReader, ParquetReader
 from weftline.engine.jobs.sources.reader import Origin
 from weftline.engine.jobs.sources.selection import SelectedSource
 from weftline.engine.jobs.sources.source import open_source
-from weftline.engine.jobs.sources.tables import HuggingFaceReader, ParquetReader
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
