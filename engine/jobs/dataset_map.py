@@ -155,11 +155,11 @@ def answered(runner: JobRunner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk
     import pyarrow as pa
 
     waiting: deque[tuple[RowChunk, Future[BlockResult]]] = deque()
-    nothing, place = pa.table({}), 0
+    nothing, row_number = pa.table({}), 0
     try:
         for part, run in enumerate(runs.each):
-            waiting.append((run, runner.submit(RowBlock(part, place, run.ids, run.inputs, nothing))))
-            place += len(run.ids)
+            waiting.append((run, runner.submit(RowBlock(part, row_number, run.ids, run.inputs, nothing))))
+            row_number += len(run.ids)
             if len(waiting) > runner.ahead:
                 first, future = waiting.popleft()
                 yield first, future.result()

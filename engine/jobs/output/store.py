@@ -2,7 +2,7 @@
 
     with Store.open("out", manifest) as store:
         for part in range(store.next_part, parts):
-            store.commit(part, place=..., rows=..., write=table.write, errors=[...], after=..., tally=..., seconds=...)
+            store.commit(part, first_row, rows, table.write, errors=[...], after=..., tally=..., seconds=...)
         store.finish()
 
 After OutputFailed a store writes nothing more, and the next `open` resumes from the committed parts. `layout` defines
@@ -100,8 +100,8 @@ class Store:
 
     @property
     def rows(self) -> int:
-        """Number of committed rows: the place of the next row."""
-        return self._records[-1].place + self._records[-1].rows if self._records else 0
+        """Number of committed rows, and number of the next row."""
+        return self._records[-1].row_number + self._records[-1].rows if self._records else 0
 
     @property
     def errors(self) -> int:
@@ -141,7 +141,7 @@ class Store:
     def commit(
         self,
         part: int,
-        place: int,
+        row_number: int,
         rows: int,
         write: Write,
         errors: Sequence[ErrorRow] = (),
@@ -152,18 +152,20 @@ class Store:
     ) -> PartRecord:
         """Write the next part; it is durable on return. OutputFailed if it cannot be written.
 
-        place: place of the first row.
-        rows:  number of rows, error rows included.
-        write: writes the data.
-        media: a draft, or file contents by name.
-        after: resume point at or before the next row.
+        row_number: number of the first row.
+        rows:       number of rows, error rows included.
+        write:      writes the data.
+        media:      a draft, or file contents by name.
+        after:      resume point at or before the next row.
         """
-        if part != self.next_part or place != self.rows:
-            raise ValueError(f"part {part} from row {place}; the next one is {self.next_part} from row {self.rows}")
+        if part != self.next_part or row_number != self.rows:
+            raise ValueError(
+                f"part {part} from row {row_number}; the next one is {self.next_part} from row {self.rows}"
+            )
         with self._writing(f"part {part}"):
             draft = self._drafted(part, media)
             record = PartRecord(
-                part=part, place=place, rows=rows, file=self._layout.data_base(part), size_bytes=0, sha256="",
+                part=part, row_number=row_number, rows=rows, file=self._layout.data_base(part), size_bytes=0, sha256="",
                 after=dict(after or {}), tally=dict(tally or {}), seconds=seconds,
             )  # fmt: skip
             record = self._with_errors(record, errors, 0)
@@ -262,14 +264,18 @@ class Store:
         return draft
 
     def _with_errors(self, record: PartRecord, errors: Sequence[ErrorRow], revision: int) -> PartRecord:
-        places = tuple(sorted(row.place for row in errors))
-        if len(set(places)) < len(places) or any(not 0 <= one - record.place < record.rows for one in places):
-            raise ValueError(f"error rows {places} in part {record.part}, rows {record.place} + {record.rows}")
+        row_numbers = tuple(sorted(row.row_number for row in errors))
+        if len(set(row_numbers)) < len(row_numbers) or any(
+            not 0 <= one - record.row_number < record.rows for one in row_numbers
+        ):
+            raise ValueError(
+                f"error rows {row_numbers} in part {record.part}, rows {record.row_number} + {record.rows}"
+            )
         base = sha256 = ""
         if errors:
             base = self._layout.errors_base(record.part, revision)
             sha256 = put_bytes(self._files, self._layout.state + base, encode_rows(errors)).sha256
-        return msgspec.structs.replace(record, error_places=places, errors_file=base, errors_sha256=sha256)
+        return msgspec.structs.replace(record, error_places=row_numbers, errors_file=base, errors_sha256=sha256)
 
     def _put_record(self, record: PartRecord) -> None:
         self._lock.check()

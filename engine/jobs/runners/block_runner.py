@@ -137,7 +137,7 @@ class BlockRunner:
         partial = _PartialResult({name: [None] * len(block) for name in self.outputs})
         refused: dict[int, RowError] = {}
         for portion in self._packer.portions(block, refused):
-            seeds = [row_seed(self._seed, block.place_of(row)) for row in portion.rows]
+            seeds = [row_seed(self._seed, block.row_number_of(row)) for row in portion.rows]
             self._run_portion(portion, np.array(seeds, np.int64), partial)
         partial.errors.update(refused)
         for row in partial.errors:

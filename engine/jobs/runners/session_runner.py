@@ -112,7 +112,7 @@ class SessionRunner:
         while left:
             given = {row: usable(block, row, errors) for row in left}
             rows = {row: inputs for row, inputs in given.items() if inputs is not None}
-            seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
+            seeds = [row_seed(self._seed, block.row_number_of(row)) for row in rows]
             ends = self._session.run_together(
                 list(rows.values()), outputs=self._wanted, seeds=seeds, space=self._input_space, cancelled=self._closed
             )

@@ -1,4 +1,4 @@
-"""Cutting rows into blocks: the same places for every way of reading, and marks that lead on."""
+"""Cutting rows into blocks: the same row numbers for every way of reading, and marks that lead on."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Numbers:
     def fingerprint(self) -> Mapping[str, str]:
         return {}
 
-    def read(self, after: Mapping[str, Any] | None = None, place: int = 0) -> Iterator[Rows]:
+    def read(self, after: Mapping[str, Any] | None = None, row_number: int = 0) -> Iterator[Rows]:
         at, turn = (after or {"read": 0})["read"], 0
-        assert place == at
+        assert row_number == at
         while at < self.expected:
             size = min(self._sizes[turn % len(self._sizes)], self.expected - at)
             numbers = list(range(at, at + size))
@@ -45,12 +45,12 @@ class Numbers:
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-def cuts(source: Numbers, mark: ResumePoint, place: int, part: int, block: int) -> list[BlockRows]:
-    return list(cut(read_on(source, mark, place), part, block))
+def cuts(source: Numbers, mark: ResumePoint, row_number: int, part: int, block: int) -> list[BlockRows]:
+    return list(cut(read_on(source, mark, row_number), part, block))
 
 
 def as_tuples(found: list[BlockRows]) -> list[tuple[int, int, list[str], list[int]]]:
-    return [(one.part, one.place, list(one.ids), one.table["x"].to_pylist()) for one in found]
+    return [(one.part, one.row_number, list(one.ids), one.table["x"].to_pylist()) for one in found]
 
 
 @given(st.integers(0, 60), SIZES, SIZES, st.integers(1, 20), st.integers(1, 25))
@@ -61,9 +61,9 @@ def test_blocks_are_the_same_however_rows_are_read(
     assert as_tuples(found) == as_tuples(cuts(Numbers(count, others), ResumePoint(), 0, part, block))
     assert [id for one in found for id in one.ids] == [str(n) for n in range(count)]
     for one in found:
-        assert one.part == one.place // part == (one.end - 1) // part
+        assert one.part == one.row_number // part == (one.end - 1) // part
         assert len(one.ids) <= block
-        assert one.place % part % block == 0
+        assert one.row_number % part % block == 0
         assert len(one.ids) == block or one.end % part == 0 or one.end == count
 
 
@@ -74,7 +74,7 @@ def test_every_mark_leads_on(
     found = cuts(Numbers(count, sizes), ResumePoint(), 0, part, block)
     at = data.draw(st.integers(0, len(found) - 1))
     mark = ResumePoint.from_json(found[at].after.to_json())
-    assert mark.place <= found[at].end
+    assert mark.row_number <= found[at].end
     assert as_tuples(cuts(Numbers(count, others), mark, found[at].end, part, block)) == as_tuples(found[at + 1 :])
 
 

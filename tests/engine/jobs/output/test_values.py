@@ -91,7 +91,7 @@ def test_media_files_are_named_by_place_and_the_table_has_their_paths():
     outputs = {"p": [PICTURE, None, PICTURE], "l": [[SOUND, None], None, []]}
     with MediaEncoder() as encoder:
         what = columns({"p": "image", "l": "list[audio]"})
-        found = to_columns(what, BlockResult(outputs, {1: FAILED}), block(3, places=[4, 9, 11]), encoder, write)
+        found = to_columns(what, BlockResult(outputs, {1: FAILED}), block(3, row_numbers=[4, 9, 11]), encoder, write)
     assert found.column("p").to_pylist() == [
         "media/part-00003/0000000004-p.png",
         "media/part-00003/0000000011-p.png",

@@ -337,7 +337,7 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
         of(7),
         of(8),
     ]
-    block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
+    block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, row_numbers=[5, 90])
     assert runner.submit(block).result(HUNG_S).outputs["y"] == [
         of(5),
         of(90),
