@@ -147,6 +147,10 @@ class StepError(WeftlineError):
         self.step = step
 
 
+KEEPS_FAILING_TO_START = "keeps failing to start"
+"""Part of every message that says that a step has no worker left; jobs recognise such a WorkerDied by it."""
+
+
 class WorkerDied(WeftlineError):
     """A step's process died during the request; it is being restarted."""
 

@@ -1,10 +1,10 @@
 """Blocks of a job: partition by row number, read-ahead, and in-order delivery.
 
-Part `p` starts at place p * part_rows, and no block crosses a part. So a data set is partitioned equally in every run,
+Part `p` starts at row p * part_rows, and no block crosses a part. So a data set is partitioned equally in every run,
 wherever that run starts.
 
-`answered` bounds memory by the number of blocks: `ahead` in the runner, and as many read ahead. Large blocks are
-bounded by BYTES_MAX in each place, and at least one is admitted.
+`run_in_order` bounds memory by the number of blocks: `ahead` in the runner, and as many read ahead. Large blocks are
+bounded by BYTES_MAX in the runner and in the read-ahead, and at least one is admitted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where to resume reading: at `position` the row with this place is next."""
+    """Where to resume reading: at `position` the row with this number is next."""
 
     position: Position | None = None
-    place: int = 0
+    row_number: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return {"position": None if self.position is None else dict(self.position), "place": self.place}
+        return {"position": None if self.position is None else dict(self.position), "place": self.row_number}
 
     @classmethod
     def from_json(cls, value: Position) -> ResumePoint:
@@ -41,29 +41,30 @@ class ResumePoint:
 class BlockRows:
     """The rows of one block, as read.
 
-    part:  the part of the rows; `place` is that of the first.
-    after: a resume point at or before the next row.
+    part:       the part of the rows.
+    row_number: of the first row.
+    after:      a resume point at or before the next row.
     """
 
     part: int
-    place: int
+    row_number: int
     ids: Sequence[str]
     table: pa.Table
     after: ResumePoint
 
     @property
     def end(self) -> int:
-        """The place after the last row."""
-        return self.place + len(self.ids)
+        """The number of the row after the last."""
+        return self.row_number + len(self.ids)
 
 
-def read_on(source: Source, mark: ResumePoint, place: int) -> Iterator[tuple[ResumePoint, Rows]]:
-    """Yield the rows from `place` on, each Rows with its resume point."""
-    for rows in source.read(mark.position, mark.place):
-        here, end = mark, rows.place + len(rows)
+def read_on(source: Source, mark: ResumePoint, row_number: int) -> Iterator[tuple[ResumePoint, Rows]]:
+    """Yield the rows from `row_number` on, each Rows with its resume point."""
+    for rows in source.read(mark.position, mark.row_number):
+        here, end = mark, rows.row_number + len(rows)
         mark = ResumePoint(rows.after, end)
-        if end > place:
-            yield here, _from(rows, max(0, place - rows.place))
+        if end > row_number:
+            yield here, _from(rows, max(0, row_number - rows.row_number))
 
 
 def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: int) -> Iterator[BlockRows]:
@@ -75,7 +76,7 @@ def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: in
 
     def take(most: int) -> BlockRows:
         nonlocal count
-        place = waiting[0][1].place
+        row_number = waiting[0][1].row_number
         ids: list[str] = []
         tables: list[pa.Table] = []
         after = ResumePoint()
@@ -84,24 +85,24 @@ def cut(rows: Iterator[tuple[ResumePoint, Rows]], part_rows: int, block_rows: in
             some = min(most - len(ids), len(first))
             ids += first.ids[:some]
             tables.append(first.table.slice(0, some))
-            after = ResumePoint(first.after, first.place + len(first))
+            after = ResumePoint(first.after, first.row_number + len(first))
             if some < len(first):
                 waiting.insert(0, (mark, _from(first, some)))
                 after = mark
         count -= len(ids)
-        return BlockRows(place // part_rows, place, ids, pa.concat_tables(tables), after)
+        return BlockRows(row_number // part_rows, row_number, ids, pa.concat_tables(tables), after)
 
     for mark, one in rows:
         if not len(one):
             continue
         waiting.append((mark, one))
         count += len(one)
-        while count >= (most := _room(waiting[0][1].place, part_rows, block_rows)):
+        while count >= (most := _room(waiting[0][1].row_number, part_rows, block_rows)):
             yield take(most)
             if not count:
                 break
     while waiting:
-        yield take(_room(waiting[0][1].place, part_rows, block_rows))
+        yield take(_room(waiting[0][1].row_number, part_rows, block_rows))
 
 
 def size_of(block: RowBlock) -> int:
@@ -116,16 +117,16 @@ def size_of(block: RowBlock) -> int:
     return found
 
 
-def _room(place: int, part_rows: int, block_rows: int) -> int:
-    """Return the rows of the block at this place; blocks are counted from the start of the part."""
-    inside = place % part_rows
+def _room(row_number: int, part_rows: int, block_rows: int) -> int:
+    """Return the rows of the block at this row; blocks are counted from the start of the part."""
+    inside = row_number % part_rows
     return min(block_rows - inside % block_rows, part_rows - inside)
 
 
 def _from(rows: Rows, at: int) -> Rows:
     if not at:
         return rows
-    return Rows(rows.place + at, rows.ids[at:], rows.table.slice(at), rows.after)
+    return Rows(rows.row_number + at, rows.ids[at:], rows.table.slice(at), rows.after)
 
 
 BYTES_MAX = 512 << 20
@@ -194,7 +195,7 @@ class _Ahead(Generic[Block]):
             self._wake.set()
 
 
-def answered(
+def run_in_order(
     blocks: Iterable[Block],
     submit: Callable[[Block], Future[Answer]],
     ahead: int,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weftline.engine.jobs.dataset_reader import ChunkedDataset, DatasetQuery, RowChunk, error_json, runs_of
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns, columns_of
-from weftline.engine.jobs.output.values import MediaEncoder, settled
+from weftline.engine.jobs.output.values import MediaEncoder, to_record_batch
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError
 from weftline.engine.jobs.runners.plans import row_inputs
 from weftline.errors import BY_NAME, InputError, MissingPackage, RemoteTraceback, StepError, WeftlineError
@@ -155,11 +155,11 @@ def answered(runner: JobRunner, runs: ChunkedDataset) -> Iterator[tuple[RowChunk
     import pyarrow as pa
 
     waiting: deque[tuple[RowChunk, Future[BlockResult]]] = deque()
-    nothing, place = pa.table({}), 0
+    nothing, row_number = pa.table({}), 0
     try:
         for part, run in enumerate(runs.each):
-            waiting.append((run, runner.submit(RowBlock(part, place, run.ids, run.inputs, nothing))))
-            place += len(run.ids)
+            waiting.append((run, runner.submit(RowBlock(part, row_number, run.ids, run.inputs, nothing))))
+            row_number += len(run.ids)
             if len(waiting) > runner.ahead:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -262,7 +262,7 @@ def _outputs(
     run: RowChunk, answered: BlockResult, columns: Columns, encoder: MediaEncoder
 ) -> tuple[BlockResult, pa.Table]:
     """Return the outputs of a chunk, null in failed rows; an unwritable value fails its row."""
-    answered, batch = settled(columns, answered, RowBlock(0, 0, run.ids, {}, NOTHING), encoder)
+    answered, batch = to_record_batch(columns, answered, RowBlock(0, 0, run.ids, {}, NOTHING), encoder)
     rows, places = iter(range(len(batch))), range(len(run.ids))
     chosen = pa.array([None if place in answered.errors else next(rows) for place in places], pa.int64())
     table = pa.Table.from_batches([batch]).drop_columns(columns.each[0].name)

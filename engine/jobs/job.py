@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import BinaryIO
 
-from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on, size_of
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, cut, read_on, run_in_order, size_of
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.fingerprint import versions
@@ -28,7 +28,7 @@ from weftline.engine.jobs.output.layout import EXTRAS
 from weftline.engine.jobs.output.manifest import ErrorRow
 from weftline.engine.jobs.output.store import Draft, Store
 from weftline.engine.jobs.output.tables import amend_part, hf_files, join_parts, write_part
-from weftline.engine.jobs.output.values import MediaEncoder, settled
+from weftline.engine.jobs.output.values import MediaEncoder, to_record_batch
 from weftline.engine.jobs.prepare import PreparedJob, prepare
 from weftline.engine.jobs.progress import JobResult, Progress, Tally
 from weftline.engine.jobs.recorder import JobRecorder
@@ -47,7 +47,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBlock:
+class PendingBlock:
     """A block to execute. after: resume point; completes: it is the last of its part."""
 
     block: RowBlock
@@ -131,8 +131,8 @@ class _Run:
             self._note(f"resuming after {store.rows} committed rows")
         mark = ResumePoint.from_json(store.after) if store.after else ResumePoint()
         cuts = cut(read_on(job.source, mark, store.rows), job.part_rows, job.block_rows)
-        readings = ((one, None, one.end % job.part_rows == 0) for one in cuts)
-        return self._execute(readings, commit_next(job, store), job.spec.errors_max)
+        rest = ((one, None, one.end % job.part_rows == 0) for one in cuts)
+        return self._execute(rest, commit_next(job, store), job.spec.errors_max)
 
     def _run_again(self) -> bool:
         """Execute the error rows again; False if stopped."""
@@ -163,20 +163,20 @@ class _Run:
 
         try:
             with open_loader(job.source, job.spec.data) as loader:
-                readings = (_reading(job, loader, *one) for one in chain((first,), cuts))
-                flow = answered(
-                    readings, lambda reading: runner.submit(reading.block), runner.ahead,
-                    size=lambda reading: reading.size_bytes, stop=self._stopped, idle=self._look,
+                pending_blocks = (_pending_block(job, loader, *one) for one in chain((first,), cuts))
+                flow = run_in_order(
+                    pending_blocks, lambda pending: runner.submit(pending.block), runner.ahead,
+                    size=lambda pending: pending.size_bytes, stop=self._stopped, idle=self._look,
                 )  # fmt: skip
                 with closing(flow):
-                    for reading, answer in flow:
-                        answer = parts.add(reading.block, answer, reading.after)
-                        recorder.note(reading.block, answer)
+                    for pending, answer in flow:
+                        answer = parts.add(pending.block, answer, pending.after)
+                        recorder.note(pending.block, answer)
                         for text in recorder.pop_tracebacks():
                             self._note(text)
                         if errors_max.exceeded(recorder.errors, recorder.rows):
                             raise self._too_many(errors_max)
-                        if reading.completes:
+                        if pending.completes:
                             parts.complete()
                         parts.look()
                         self._look()
@@ -230,7 +230,7 @@ class _Run:
     def _ended(self, why: str) -> JobResult:
         job, store, elapsed_s = self._job, self._store, self._recorder.elapsed_s
         if self._runner is not None and not why:
-            self._runner.settle()
+            self._runner.wait_for_figures()
         files = _files(job, store)
         about = {
             "pipeline": job.plan.name, "data": tuple(map(shown_url, job.spec.data.data)),
@@ -243,13 +243,13 @@ class _Run:
         return self._recorder.end(about, self._runner, elapsed_s, why)
 
 
-def _reading(
-    job: PreparedJob, loader: Loader, one: BlockRows, places: Sequence[int] | None, completes: bool
-) -> ReadBlock:
+def _pending_block(
+    job: PreparedJob, loader: Loader, one: BlockRows, row_numbers: Sequence[int] | None, completes: bool
+) -> PendingBlock:
     """Return the block: converted inputs and kept columns."""
     inputs = job.binding.inputs(one.table, loader)
-    block = RowBlock(one.part, one.place, one.ids, inputs, one.table.select(job.kept.names), places)
-    return ReadBlock(block, one.after, completes, size_of(block))
+    block = RowBlock(one.part, one.row_number, one.ids, inputs, one.table.select(job.kept.names), row_numbers)
+    return PendingBlock(block, one.after, completes, size_of(block))
 
 
 def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:
@@ -264,15 +264,15 @@ Commit = Callable[["ResultPart"], None]
 class ResultPart:
     """A part in assembly.
 
-    place:   of its first row; `rows`: rows so far, with error rows.
-    places:  of the rows in `batches`, in order.
+    row_number:  of its first row; `rows`: rows so far, with error rows.
+    row_numbers: of the rows in `batches`, in order.
     """
 
-    def __init__(self, part: int, place: int, draft: Draft | None) -> None:
-        self.part, self.place, self.draft = part, place, draft
+    def __init__(self, part: int, row_number: int, draft: Draft | None) -> None:
+        self.part, self.row_number, self.draft = part, row_number, draft
         self.rows = 0
         self.batches: list[pa.RecordBatch] = []
-        self.places: list[int] = []
+        self.row_numbers: list[int] = []
         self.errors: list[ErrorRow] = []
         self.tally = Tally()
         self.after = ResumePoint()
@@ -282,18 +282,18 @@ class ResultPart:
     def seconds(self) -> float:
         return time.monotonic() - self._began_s
 
-    def add(self, block: RowBlock, answered: BlockResult, batch: pa.RecordBatch, after: ResumePoint) -> None:
+    def add(self, block: RowBlock, result: BlockResult, batch: pa.RecordBatch, after: ResumePoint) -> None:
         self.rows += len(block)
         self.batches.append(batch)
-        self.places += [block.place_of(row) for row in range(len(block)) if row not in answered.errors]
-        for row, error in sorted(answered.errors.items()):
+        self.row_numbers += [block.row_number_of(row) for row in range(len(block)) if row not in result.errors]
+        for row, error in sorted(result.errors.items()):
             self.errors.append(
                 ErrorRow(
-                    place=block.place_of(row), id=str(block.ids[row]), step=error.step, error=error.error,
+                    row_number=block.row_number_of(row), id=str(block.ids[row]), step=error.step, error=error.error,
                     reason=error.reason, part=self.part,
                 )
             )  # fmt: skip
-        self.tally.merge(answered.tally)
+        self.tally.merge(result.tally)
         self.after = after
 
 
@@ -309,18 +309,18 @@ class Parts:
         self._filling: ResultPart | None = None
         self._under_way: Future[int] | None = None
 
-    def add(self, block: RowBlock, answered: BlockResult, after: ResumePoint) -> BlockResult:
+    def add(self, block: RowBlock, result: BlockResult, after: ResumePoint) -> BlockResult:
         """Add the next block's result; returns it with unwritable rows as error rows."""
         if self._filling is None:
             draft = None
             if self._media and self._columns.media == "files":
                 self.wait()  # a part's files are created after the commit of the previous part
                 draft = self._store.begin(block.part)
-            self._filling = ResultPart(block.part, block.place_of(0), draft)
+            self._filling = ResultPart(block.part, block.row_number_of(0), draft)
         write = self._filling.draft.add if self._filling.draft is not None else None
-        answered, batch = settled(self._columns, answered, block, self._encoder, write)
-        self._filling.add(block, answered, batch, after)
-        return answered
+        result, batch = to_record_batch(self._columns, result, block, self._encoder, write)
+        self._filling.add(block, result, batch, after)
+        return result
 
     def complete(self) -> None:
         """Commit the part in assembly, which has all its rows."""
@@ -356,7 +356,7 @@ def commit_next(job: PreparedJob, store: Store) -> Commit:
 
     def commit(part: ResultPart) -> None:
         store.commit(
-            part.part, part.place, part.rows, writing(job, part.batches), part.errors, part.draft or (),
+            part.part, part.row_number, part.rows, writing(job, part.batches), part.errors, part.draft or (),
             part.after.to_json(), part.tally.to_json(), part.seconds,
         )  # fmt: skip
 
@@ -373,36 +373,36 @@ def writing(job: PreparedJob, batches: Sequence[pa.RecordBatch]) -> Callable[[Bi
 
 
 def cuts_again(job: PreparedJob, store: Store, rows: list[ErrorRow]) -> Iterator[tuple[BlockRows, list[int], bool]]:
-    """Yield the error rows as blocks, with their places and a flag for the last of a part."""
+    """Yield the error rows as blocks, with their numbers and a flag for the last of a part."""
     by_part: dict[int, list[int]] = {}
     for row in rows:
-        by_part.setdefault(row.part, []).append(row.place)
-    for part, places in by_part.items():
+        by_part.setdefault(row.part, []).append(row.row_number)
+    for part, row_numbers in by_part.items():
         record = store.records[part]
         before = store.records[part - 1].after if part else {}
         mark = ResumePoint.from_json(before) if before else ResumePoint()
-        found = list(_found(job, mark, record.place, record.place + record.rows, places))
-        for at in range(0, len(places), job.block_rows):
-            some = places[at : at + job.block_rows]
+        found = list(_found(job, mark, record.row_number, record.row_number + record.rows, row_numbers))
+        for at in range(0, len(row_numbers), job.block_rows):
+            some = row_numbers[at : at + job.block_rows]
             ids, tables = zip(*found[at : at + job.block_rows], strict=True)
             yield (
                 BlockRows(part, some[0], ids, pa.concat_tables(tables), ResumePoint()),
                 some,
-                at + job.block_rows >= len(places),
+                at + job.block_rows >= len(row_numbers),
             )
 
 
 def _found(
-    job: PreparedJob, mark: ResumePoint, start: int, end: int, places: list[int]
+    job: PreparedJob, mark: ResumePoint, start: int, end: int, row_numbers: list[int]
 ) -> Iterator[tuple[str, pa.Table]]:
-    """Yield id and columns of the rows at these ascending places."""
-    left = iter(places)
+    """Yield id and columns of the rows of these ascending numbers."""
+    left = iter(row_numbers)
     wanted = next(left, None)
     for _, rows in read_on(job.source, mark, start):
-        while wanted is not None and wanted < rows.place + len(rows):
-            yield rows.ids[wanted - rows.place], rows.table.slice(wanted - rows.place, 1)
+        while wanted is not None and wanted < rows.row_number + len(rows):
+            yield rows.ids[wanted - rows.row_number], rows.table.slice(wanted - rows.row_number, 1)
             wanted = next(left, None)
-        if wanted is None or rows.place + len(rows) >= end:
+        if wanted is None or rows.row_number + len(rows) >= end:
             break
     if wanted is not None:
         raise InputError(f"row {wanted} of the job is no longer in the data")
@@ -414,13 +414,17 @@ def commit_again(job: PreparedJob, store: Store) -> Commit:
     def commit(part: ResultPart) -> None:
         record = store.records[part.part]
         failed = set(record.error_places)
-        places = [place for place in range(record.place, record.place + record.rows) if place not in failed]
+        row_numbers = [
+            row_number
+            for row_number in range(record.row_number, record.row_number + record.rows)
+            if row_number not in failed
+        ]
         tally = Tally.from_json(record.tally)
         tally.merge(part.tally)
 
         def write(out: BinaryIO) -> None:
             with store.open_part(part.part) as old:
-                amend_part(old, places, part.batches, part.places, job.format, job.columns.schema, out)
+                amend_part(old, row_numbers, part.batches, part.row_numbers, job.format, job.columns.schema, out)
 
         store.amend(part.part, write, part.errors, part.draft or (), tally.to_json(), part.seconds)
 

@@ -136,10 +136,10 @@ class JobRecorder:
             self.kinds.add(str(block.ids[row]), error)
             if error.traceback and len(self._tracebacks) < TRACEBACKS_MAX:
                 self._note_traceback(str(block.ids[row]), error)
-        places = [block.place_of(row) for row in range(len(block))]
+        row_numbers = [block.row_number_of(row) for row in range(len(block))]
         failed = [row in answered.errors for row in range(len(block))]
-        for row in self._sampler.wanted(places, failed):
-            self._sampler.offer(places[row], lambda row=row: sample_of(block, answered, row), failed[row])  # type: ignore[misc]
+        for row in self._sampler.wanted(row_numbers, failed):
+            self._sampler.offer(row_numbers[row], lambda row=row: sample_of(block, answered, row), failed[row])  # type: ignore[misc]
         self._rates.see(self.progress({}))
 
     def pop_tracebacks(self) -> list[str]:

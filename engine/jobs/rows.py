@@ -2,9 +2,9 @@
 
     source --Rows--> blocks --RowBlock--> runner --BlockResult--> parts
 
-A *row* has an id from the data set and a *place*: its index among the rows that the job selects, from 0. A *block* is
-the unit of execution: no batch holds rows of two blocks, so that the same rows always form the same batches. A *part*
-is the unit of commit: consecutive whole blocks.
+A *row* has an id from the data set and a *row number*: its index among the rows that the job selects, from 0. A *block*
+is the unit of execution: no batch holds rows of two blocks, so that the same rows always form the same batches. A
+*part* is the unit of commit: consecutive whole blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weftline.engine.jobs.progress import Tally
-from weftline.errors import StepUnavailable, WeftlineError, WorkerDied, traceback_of
+from weftline.errors import KEEPS_FAILING_TO_START, StepUnavailable, WeftlineError, WorkerDied, traceback_of
 from weftline.nodes.ports import PortType
 from weftline.nodes.urgency import SEEDS
 
@@ -33,13 +33,13 @@ Position = Mapping[str, Any]
 class Rows:
     """Consecutive selected rows, as read.
 
-    place: of the first row.
-    ids:   one per row, unique in the data set and equal in every run.
-    table: the columns of the data set; images and audio may be paths.
-    after: read position after the last row.
+    row_number: of the first row.
+    ids:        one per row, unique in the data set and equal in every run.
+    table:      the columns of the data set; images and audio may be paths.
+    after:      read position after the last row.
     """
 
-    place: int
+    row_number: int
     ids: Sequence[str]
     table: pa.Table
     after: Position
@@ -62,8 +62,8 @@ class Source(Protocol):
     def fingerprint(self) -> Mapping[str, str]:
         """Return the identity of the data: equal data has equal entries."""
 
-    def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
-        """Yield the selected rows in order, from a position of earlier Rows on; `place`: of the next row.
+    def read(self, after: Position | None = None, row_number: int = 0) -> Iterator[Rows]:
+        """Yield the selected rows in order, from a position of earlier Rows on; `row_number`: of the next row.
 
         InputError names the file that cannot be read, and the position in it.
         """
@@ -97,27 +97,27 @@ class Unusable:
 class RowBlock:
     """Rows that run together.
 
-    part:   the part of its results.
-    place:  of its first row.
-    ids:    one per row.
-    places: one per row, if they are not consecutive (retry of error rows).
-    inputs: by mapped pipeline input, one value per row: bytes, str, numbers, arrays, lists, mappings, None if absent,
-            or Unusable.
-    table:  the columns that are copied to the output.
+    part:        the part of its results.
+    row_number:  of its first row.
+    ids:         one per row.
+    row_numbers: one per row, if they are not consecutive (retry of error rows).
+    inputs:      by mapped pipeline input, one value per row: bytes, str, numbers, arrays, lists, mappings, None if
+                 absent, or Unusable.
+    table:       the columns that are copied to the output.
     """
 
     part: int
-    place: int
+    row_number: int
     ids: Sequence[str]
     inputs: Mapping[str, Sequence[Any]]
     table: pa.Table
-    places: Sequence[int] | None = None
+    row_numbers: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def place_of(self, row: int) -> int:
-        return self.place + row if self.places is None else self.places[row]
+    def row_number_of(self, row: int) -> int:
+        return self.row_number + row if self.row_numbers is None else self.row_numbers[row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class JobRunner(Protocol):
     def figures(self) -> Mapping[str, float]:
         """Return current totals, such as `tokens`, and `busy:STEP` as a fraction. Does not block."""
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """Wait after the last block until `figures` is complete, at most about two seconds."""
 
     def close(self) -> None:
@@ -189,8 +189,6 @@ Stop = Callable[[], bool]
 """Returns True once a stop of the job is requested."""
 
 
-_GIVEN_UP = "keeps failing to start"
-"""Part of the reason of a WorkerDied whose step has no worker left."""
 _STEP = re.compile(r"^step ([A-Za-z_][\w.-]*): ")
 
 
@@ -204,14 +202,15 @@ def usable(block: RowBlock, row: int, errors: dict[int, RowError]) -> dict[str, 
     return {name: value for name, value in given.items() if value is not None}
 
 
-def row_seed(seed: int, place: int) -> int:
-    """Derive a row's random seed from the job's seed and its place."""
-    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, place), digest_size=8).digest()) % SEEDS
+def row_seed(seed: int, row_number: int) -> int:
+    """Derive a row's random seed from the job's seed and its row number."""
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, row_number), digest_size=8).digest()) % SEEDS
 
 
 def is_permanent(error: WeftlineError) -> bool:
     """Return True if a step has no worker left, so that every other row would fail as well."""
-    return isinstance(error, StepUnavailable) or (isinstance(error, WorkerDied) and _GIVEN_UP in str(error))
+    given_up = isinstance(error, WorkerDied) and KEEPS_FAILING_TO_START in str(error)
+    return given_up or isinstance(error, StepUnavailable)
 
 
 def row_error(error: WeftlineError) -> RowError:

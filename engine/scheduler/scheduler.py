@@ -45,7 +45,7 @@ from weftline.engine.scheduler.state import Counters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
-from weftline.errors import InputError, LimitReached, StepUnavailable
+from weftline.errors import KEEPS_FAILING_TO_START, InputError, LimitReached, StepUnavailable
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import Settle
 from weftline.shm.block import ALIGN_BYTES, PAGE_BYTES, Block, align_up
@@ -292,7 +292,7 @@ def submit(state: SchedulerState, event: ev.Submitted, group: OrderedGroup | Non
         if state.hopeless:
             for step in state.hopeless.intersection(route.required_steps):
                 name = state.queues[step].name
-                raise StepUnavailable(f"step {name} is unavailable: its worker keeps failing to start")
+                raise StepUnavailable(f"step {name} is unavailable: its worker {KEEPS_FAILING_TO_START}")
         size = 0
         for value in event.inputs.values():
             size += value.size_bytes

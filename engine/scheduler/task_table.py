@@ -18,6 +18,7 @@ from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.workers import READY
+from weftline.errors import KEEPS_FAILING_TO_START
 from weftline.shm.block import Key
 
 
@@ -205,7 +206,7 @@ def fail_hopeless(state: SchedulerState, task: Task, why: str) -> None:
     """Fail a task whose step has no worker left."""
     if forget(state, task):
         end(state, task)
-        reason = f"its worker keeps failing to start ({why})"
+        reason = f"its worker {KEEPS_FAILING_TO_START} ({why})"
         graph.failed(state, task.request, task.place, "WorkerDied", reason, state.queues[task.unit.step].name)
 
 

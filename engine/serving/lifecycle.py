@@ -1,8 +1,8 @@
 """Lifecycle of a server: start, ready, drain, stop; and concurrent requests with sibling cancellation.
 
-    server = GrpcServer(config, backend, gate)     # or HttpServer
+    server = GrpcServer(config, backend, gate, memory)     # or HttpServer
     port = await server.start()
-    server.set_serving(False)                      # drain: not ready, new work refused, open requests finish
+    server.set_serving(False)                              # drain: not ready, new work refused, open requests finish
     await server.stop(grace_s=30)
 
 A transport implements `_listen` and `_close`; everything else about starting and stopping is here.

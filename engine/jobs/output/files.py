@@ -56,14 +56,14 @@ class Files(Protocol):
 
     reads_cheap: bool
 
-    def write(self, name: str, write: Write, *, settled: bool = True) -> None:
+    def write(self, name: str, write: Write, *, sync_name: bool = True) -> None:
         """Create or replace a file atomically; parent folders are created.
 
-        settled: make the file name durable before returning; otherwise call `settle` for its folder later.
+        sync_name: make the file name durable before returning; otherwise call `sync_names` for its folder later.
         After an exception, also of `write`, nothing is visible, unless only the name could not be made durable.
         """
 
-    def settle(self, folder: str) -> None:
+    def sync_names(self, folder: str) -> None:
         """Make all names in a folder durable."""
 
     def move(self, name: str, to: str) -> None:
@@ -128,7 +128,7 @@ class HashingWriter(io.RawIOBase):
         return Written(self._size_bytes, self._sha256.hexdigest())
 
 
-def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Written:
+def put(files: Files, name: str, write: Write, *, sync_name: bool = True) -> Written:
     """Write a file and return its size and digest; OSError even if a library replaced it by another exception."""
     sinks: list[HashingWriter] = []
 
@@ -139,7 +139,7 @@ def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Writt
             raise sinks[-1].failure
 
     try:
-        files.write(name, through, settled=settled)
+        files.write(name, through, sync_name=sync_name)
     except OSError:
         raise
     except Exception as error:
@@ -149,13 +149,13 @@ def put(files: Files, name: str, write: Write, *, settled: bool = True) -> Writt
     return sinks[-1].written
 
 
-def put_bytes(files: Files, name: str, data: bytes, *, settled: bool = True) -> Written:
+def put_bytes(files: Files, name: str, data: bytes, *, sync_name: bool = True) -> Written:
     """Write a file with this content."""
 
     def write(file: BinaryIO) -> None:
         file.write(data)
 
-    return put(files, name, write, settled=settled)
+    return put(files, name, write, sync_name=sync_name)
 
 
 def read(files: Files, name: str) -> bytes:

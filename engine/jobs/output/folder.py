@@ -131,31 +131,31 @@ class OpenedResults:
     warnings: tuple[str, ...]
 
 
-def open_place(place: ResultFolder, manifest: Manifest, restart: bool) -> OpenedResults:
+def open_results(folder: ResultFolder, manifest: Manifest, restart: bool) -> OpenedResults:
     """Create or resume a result folder and return its state, locked.
 
     JobChanged if it holds another job's results, or damaged ones; InputError if it holds foreign files; OutputFailed if
     another run writes there, or the disk fails.
     """
-    files, layout = place.files, place.layout
-    with as_output_failed(place.out, "could not be opened"):
+    files, layout = folder.files, folder.layout
+    with as_output_failed(folder.out, "could not be opened"):
         found = _look(files, layout)
         if not _begun(files, layout):
-            _refuse_foreign(place, found)
+            _refuse_foreign(folder, found)
         try:
             lock = files.lock(layout.state)
         except LockHeld as holder:
             raise OutputFailed(
-                f"{place.out}: another run of this job is writing here ({holder})\n    fix: wait for it, or end it"
+                f"{folder.out}: another run of this job is writing here ({holder})\n    fix: wait for it, or end it"
             ) from None
         try:
             if not _begun(files, layout):
-                _refuse_foreign(place, _look(files, layout))
+                _refuse_foreign(folder, _look(files, layout))
                 put_bytes(files, layout.manifest, encode(manifest))
             elif restart or files.size(layout.restart) is not None:
                 _begin_anew(files, layout, manifest)
             else:
-                return _resume(place, manifest, lock)
+                return _resume(folder, manifest, lock)
             return OpenedResults(manifest, [], lock, ())
         except BaseException:
             lock.release()
@@ -170,20 +170,20 @@ def _look(files: Files, layout: ResultLayout) -> ResultNames:
     return ResultNames(files.entries(layout.work), files.entries(layout.state), files.entries(layout.media))
 
 
-def _refuse_final(place: ResultFolder) -> None:
-    if place.layout.final and place.files.size(place.layout.final) is not None:
+def _refuse_final(folder: ResultFolder) -> None:
+    if folder.layout.final and folder.files.size(folder.layout.final) is not None:
         raise InputError(
-            f"{place.out}: is there already, and no job in {place.shown(place.layout.work)} wrote it\n"
+            f"{folder.out}: is there already, and no job in {folder.shown(folder.layout.work)} wrote it\n"
             "    fix: remove it, or write elsewhere"
         )
 
 
-def _refuse_foreign(place: ResultFolder, found: ResultNames) -> None:
-    _refuse_final(place)
+def _refuse_foreign(folder: ResultFolder, found: ResultNames) -> None:
+    _refuse_final(folder)
     if strangers := foreign(found):
         shown = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
         raise InputError(
-            f"{place.shown(place.layout.work) or place.out}: holds {shown}, and no manifest of a job\n"
+            f"{folder.shown(folder.layout.work) or folder.out}: holds {shown}, and no manifest of a job\n"
             "    fix: name an empty folder, or one that is not there yet; --restart removes only what a job wrote"
         )
 
@@ -195,50 +195,50 @@ def _begin_anew(files: Files, layout: ResultLayout, manifest: Manifest) -> None:
         old = ()
     put_bytes(files, layout.restart, b"")
     _remove(files, everything(layout, _look(files, layout), (*old, *manifest.extras)))
-    for folder in (layout.work, layout.state):
-        files.settle(folder)
+    for name in (layout.work, layout.state):
+        files.sync_names(name)
     if layout.final:
-        files.settle("")
+        files.sync_names("")
     put_bytes(files, layout.manifest, encode(manifest))
     files.remove(layout.restart)
-    files.settle(layout.state)
+    files.sync_names(layout.state)
 
 
-def _resume(place: ResultFolder, manifest: Manifest, lock: Lock) -> OpenedResults:
-    files, layout = place.files, place.layout
+def _resume(folder: ResultFolder, manifest: Manifest, lock: Lock) -> OpenedResults:
+    files, layout = folder.files, folder.layout
     try:
         old = decode(read(files, layout.manifest), Manifest)
         if old.version > VERSION:
             raise Unreadable("it was written by a newer Weftline")
     except Unreadable as error:
-        raise _changed(place, [f"its manifest cannot be used: {error}"]) from None
+        raise _changed(folder, [f"its manifest cannot be used: {error}"]) from None
     found = _look(files, layout)
     if changes := differences(old, manifest):
         if by_part(found.state):
-            raise _changed(place, changes, "run the command as it was when the job began")
-        _refuse_final(place)
+            raise _changed(folder, changes, "run the command as it was when the job began")
+        _refuse_final(folder)
         _begin_anew(files, layout, manifest)  # no loss: the earlier job has committed nothing
         return OpenedResults(manifest, [], lock, ())
-    records = _read_records(place, found)
+    records = _read_records(folder, found)
     for data, base in staged_files(found).items():
         _settle_staged(files, layout.work + base, layout.work + data, [one for one in records if one.file == data])
     if problems := _damages(files, layout, records):
-        raise _changed(place, problems)
+        raise _changed(folder, problems)
     _remove(files, leftovers(layout, found, records))
-    for folder in (layout.work, layout.state):
-        files.settle(folder)  # the last run may have ended before its names were durable
+    for name in (layout.work, layout.state):
+        files.sync_names(name)  # the last run may have ended before its names were durable
     return OpenedResults(old, records, lock, tuple(version_differences(old, manifest)))
 
 
-def _read_records(place: ResultFolder, found: ResultNames) -> list[PartRecord]:
+def _read_records(folder: ResultFolder, found: ResultNames) -> list[PartRecord]:
     records, problems = {}, []
     for part, base in by_part(found.state).items():
         try:
-            records[part] = decode(read(place.files, place.layout.state + base), PartRecord)
+            records[part] = decode(read(folder.files, folder.layout.state + base), PartRecord)
         except Unreadable as error:
             problems.append(f"the record of part {part} cannot be read: {error}")
     if problems := problems or gaps(records):
-        raise _changed(place, problems)
+        raise _changed(folder, problems)
     return list(in_order(records))
 
 
@@ -281,11 +281,11 @@ def _remove(files: Files, what: Leftovers) -> None:
 
 
 def _changed(
-    place: ResultFolder, problems: Sequence[str], remedy: str = "put its files back as they were"
+    folder: ResultFolder, problems: Sequence[str], remedy: str = "put its files back as they were"
 ) -> JobChanged:
     shown = [f"    {one}" for one in problems[:PROBLEMS_MAX]]
     more = [f"    and {len(problems) - PROBLEMS_MAX} more"] if len(problems) > PROBLEMS_MAX else []
-    where = place.shown(place.layout.work) or place.out
+    where = folder.shown(folder.layout.work) or folder.out
     return JobChanged(
         "\n".join([
             f"{where}: holds the results of a job that cannot go on:", *shown, *more,
@@ -299,59 +299,59 @@ Join = Callable[[Sequence[Opener], BinaryIO], None]
 """Concatenates parts, in order, into one file."""
 
 
-def is_finished(place: ResultFolder, records: Sequence[PartRecord]) -> bool:
+def is_finished(folder: ResultFolder, records: Sequence[PartRecord]) -> bool:
     """Return True if all files of the completion marker exist and match these records."""
-    if place.files.size(place.layout.done) is None:
+    if folder.files.size(folder.layout.done) is None:
         return False
     try:
-        done = decode(read(place.files, place.layout.done), Done)
+        done = decode(read(folder.files, folder.layout.done), Done)
     except Unreadable:
         return False
     whole = done.records == digest(records)
-    return whole and all(place.files.size(name) == size for name, size in done.files.items())
+    return whole and all(folder.files.size(name) == size for name, size in done.files.items())
 
 
 def finish_results(
-    place: ResultFolder, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
+    folder: ResultFolder, records: Sequence[PartRecord], lock: Lock, join: Join | None, extras: Mapping[str, bytes]
 ) -> None:
     """Write the error rows, the single file, the extras, and the completion marker."""
-    files, layout = place.files, place.layout
+    files, layout = folder.files, folder.layout
     made = {}
     errors = sum(len(one.error_places) for one in records)
     if errors:
-        made[layout.errors] = put(files, layout.errors, lambda out: _join_errors(place, records, out)).size_bytes
+        made[layout.errors] = put(files, layout.errors, lambda out: _join_errors(folder, records, out)).size_bytes
     else:
         files.remove(layout.errors)
     if layout.final:
         if join is None:
             raise ValueError("a single file requires a join function")
-        openers = [_opener(place, one) for one in records]
+        openers = [_opener(folder, one) for one in records]
         made[layout.final] = put(files, layout.final, lambda out: join(openers, out)).size_bytes
     for name, data in extras.items():
         made[layout.work + name] = put_bytes(files, layout.work + name, data).size_bytes
-    files.settle(layout.work)
+    files.sync_names(layout.work)
     lock.check()
     rows = sum(one.rows for one in records)
     done = Done(records=digest(records), parts=len(records), rows=rows, errors=errors, files=made)
     put_bytes(files, layout.done, encode(done))
 
 
-def result_names(place: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
+def result_names(folder: ResultFolder, records: Sequence[PartRecord]) -> dict[str, str]:
     """Return the result names of a finished job, as the user would write them."""
-    found = {"results": place.out, "manifest": place.shown(place.layout.manifest)}
+    found = {"results": folder.out, "manifest": folder.shown(folder.layout.manifest)}
     if any(one.error_places for one in records):
-        found["errors"] = place.shown(place.layout.errors)
+        found["errors"] = folder.shown(folder.layout.errors)
     if any(one.media for one in records):
-        found["media"] = place.shown(place.layout.media)
+        found["media"] = folder.shown(folder.layout.media)
     return found
 
 
-def _opener(place: ResultFolder, record: PartRecord) -> Opener:
-    return lambda: place.files.open(place.layout.work + record.file)
+def _opener(folder: ResultFolder, record: PartRecord) -> Opener:
+    return lambda: folder.files.open(folder.layout.work + record.file)
 
 
-def _join_errors(place: ResultFolder, records: Sequence[PartRecord], out: BinaryIO) -> None:
+def _join_errors(folder: ResultFolder, records: Sequence[PartRecord], out: BinaryIO) -> None:
     for one in records:
         if one.errors_file:
-            with place.files.open(place.layout.state + one.errors_file) as part:
+            with folder.files.open(folder.layout.state + one.errors_file) as part:
                 shutil.copyfileobj(part, out, CHUNK_BYTES)

@@ -140,7 +140,7 @@ class LocalFiles:
         self._disk: Disk = SystemDisk() if disk is None else disk
         self._made: set[str] = set()
 
-    def write(self, name: str, write: Write, *, settled: bool = True) -> None:
+    def write(self, name: str, write: Write, *, sync_name: bool = True) -> None:
         path, temporary = self._path(name), self._path(being_written(name))
         folder = posixpath.dirname(path)
         self._create_folders(folder)
@@ -156,10 +156,10 @@ class LocalFiles:
             with contextlib.suppress(OSError):
                 self._disk.remove(temporary)
             raise
-        if settled:
+        if sync_name:
             self._disk.sync_folder(folder)
 
-    def settle(self, folder: str) -> None:
+    def sync_names(self, folder: str) -> None:
         self._disk.sync_folder(self._path(folder))
 
     def move(self, name: str, to: str) -> None:

@@ -132,13 +132,13 @@ class MediaRecord(msgspec.Struct, frozen=True, kw_only=True):
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Commit record of a part.
 
-    place:        place of the first row.
+    row_number:   number of the first row; `place` in the file.
     rows:         number of rows, error rows included.
-    error_places: places of the error rows, ascending.
+    error_places: numbers of the error rows, ascending.
     file:         data file in the job's folder.
     errors_file:  error rows in the job's state folder; '' without error rows.
     media:        one entry for each revision with media.
-    after:        position of the source after the last row.
+    after:        resume point at or before the next row.
     tally:        step statistics, from Tally.to_json.
     seconds:      run time of all revisions.
     revision:     number of retries of the error rows.
@@ -146,7 +146,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = VERSION
     part: int
-    place: int
+    row_number: int = msgspec.field(name="place")
     rows: int
     error_places: tuple[int, ...] = ()
     file: str
@@ -193,9 +193,9 @@ def gaps(records: Mapping[int, PartRecord]) -> list[str]:
             problems.append(f"the record of part {part} is missing, and later ones are there")
         elif one.part != part:
             problems.append(f"the record of part {part} is that of part {one.part}")
-        elif one.place != (before.place + before.rows if before is not None else 0) and (before or part == 0):
+        elif one.row_number != (before.row_number + before.rows if before is not None else 0) and (before or part == 0):
             problems.append(
-                f"the record of part {part} begins at row {one.place}, which the part before does not reach"
+                f"the record of part {part} begins at row {one.row_number}, which the part before does not reach"
             )
     return problems
 
@@ -207,12 +207,12 @@ def in_order(records: Mapping[int, PartRecord]) -> Sequence[PartRecord]:
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row that failed.
 
-    place, id:           as in `rows`.
+    row_number, id:      as in `rows`; `place` in the file.
     step, error, reason: as in `rows.RowError`.
     part:                part of the row.
     """
 
-    place: int
+    row_number: int = msgspec.field(name="place")
     id: str
     step: str
     error: str
@@ -221,8 +221,8 @@ class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_rows(rows: Iterable[ErrorRow]) -> bytes:
-    """Encode error rows as JSON lines, ordered by place."""
-    return b"".join(encode(row) for row in sorted(rows, key=lambda row: row.place))
+    """Encode error rows as JSON lines, ordered by row number."""
+    return b"".join(encode(row) for row in sorted(rows, key=lambda row: row.row_number))
 
 
 def read_rows(file: BinaryIO) -> Iterator[ErrorRow]:

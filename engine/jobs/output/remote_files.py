@@ -36,7 +36,7 @@ class RemoteFiles:
         self._system, self._root = system, root.rstrip("/")
         self._at_once = bool(protocols & WHOLE_AT_ONCE)
 
-    def write(self, name: str, write: Write, *, settled: bool = True) -> None:
+    def write(self, name: str, write: Write, *, sync_name: bool = True) -> None:
         with tempfile.NamedTemporaryFile(prefix="weftline-") as spool:
             write(cast(BinaryIO, spool))
             spool.flush()
@@ -58,7 +58,7 @@ class RemoteFiles:
                 self._system.rm_file(temporary)
             raise
 
-    def settle(self, folder: str) -> None:
+    def sync_names(self, folder: str) -> None:
         pass
 
     def move(self, name: str, to: str) -> None:

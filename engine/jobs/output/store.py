@@ -2,7 +2,7 @@
 
     with Store.open("out", manifest) as store:
         for part in range(store.next_part, parts):
-            store.commit(part, place=..., rows=..., write=table.write, errors=[...], after=..., tally=..., seconds=...)
+            store.commit(part, first_row, rows, table.write, errors=[...], after=..., tally=..., seconds=...)
         store.finish()
 
 After OutputFailed a store writes nothing more, and the next `open` resumes from the committed parts. `layout` defines
@@ -27,7 +27,7 @@ from weftline.engine.jobs.output.folder import (
     find,
     finish_results,
     is_finished,
-    open_place,
+    open_results,
     result_names,
 )
 from weftline.engine.jobs.output.layout import staged
@@ -50,8 +50,8 @@ class Store:
     warnings: tolerated differences from the job's start, one sentence each.
     """
 
-    def __init__(self, place: ResultFolder, opened: OpenedResults) -> None:
-        self._place, self._files, self._layout = place, place.files, place.layout
+    def __init__(self, folder: ResultFolder, opened: OpenedResults) -> None:
+        self._folder, self._files, self._layout = folder, folder.files, folder.layout
         self._lock, self._records = opened.lock, opened.records
         self._failed = self._closed = False
         self.manifest, self.warnings = opened.manifest, opened.warnings
@@ -83,12 +83,12 @@ class Store:
 
     @classmethod
     def open_at(
-        cls, place: ResultFolder, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()
+        cls, folder: ResultFolder, manifest: Manifest, restart: bool = False, extras: Sequence[str] = ()
     ) -> Store:
         """Open a located result folder; see `open`."""
-        layout = place.layout
+        layout = folder.layout
         form = {"suffix": layout.suffix, "single_file": bool(layout.final), "extras": tuple(extras)}
-        return cls(place, open_place(place, msgspec.structs.replace(manifest, **form), restart))
+        return cls(folder, open_results(folder, msgspec.structs.replace(manifest, **form), restart))
 
     @property
     def records(self) -> tuple[PartRecord, ...]:
@@ -100,8 +100,8 @@ class Store:
 
     @property
     def rows(self) -> int:
-        """Number of committed rows: the place of the next row."""
-        return self._records[-1].place + self._records[-1].rows if self._records else 0
+        """Number of committed rows, and number of the next row."""
+        return self._records[-1].row_number + self._records[-1].rows if self._records else 0
 
     @property
     def errors(self) -> int:
@@ -110,14 +110,14 @@ class Store:
 
     @property
     def after(self) -> Mapping[str, Any] | None:
-        """Position of the source after the last committed row; None without rows."""
+        """Resume point at or before the next row; None without rows."""
         return self._records[-1].after if self._records else None
 
     @property
     def finished(self) -> bool:
         """True if the job is complete, including the files written at the end."""
-        with as_output_failed(self._place.out, "could not be read", self.rows):
-            return is_finished(self._place, self._records)
+        with as_output_failed(self._folder.out, "could not be read", self.rows):
+            return is_finished(self._folder, self._records)
 
     def open_part(self, part: int) -> BinaryIO:
         """Open a part's data for reading."""
@@ -136,12 +136,12 @@ class Store:
         revision = self._records[part].revision + 1 if part < len(self._records) else 0
         base = self._layout.media_base(part, revision)
         with self._writing(f"part {part}"):
-            return Draft(self._files, self._place.out, part, revision, self._layout.media + base, base)
+            return Draft(self._files, self._folder.out, part, revision, self._layout.media + base, base)
 
     def commit(
         self,
         part: int,
-        place: int,
+        row_number: int,
         rows: int,
         write: Write,
         errors: Sequence[ErrorRow] = (),
@@ -152,18 +152,20 @@ class Store:
     ) -> PartRecord:
         """Write the next part; it is durable on return. OutputFailed if it cannot be written.
 
-        place: place of the first row.
-        rows:  number of rows, error rows included.
-        write: writes the data.
-        media: a draft, or file contents by name.
-        after: position of the source after the last row.
+        row_number: number of the first row.
+        rows:       number of rows, error rows included.
+        write:      writes the data.
+        media:      a draft, or file contents by name.
+        after:      resume point at or before the next row.
         """
-        if part != self.next_part or place != self.rows:
-            raise ValueError(f"part {part} from row {place}; the next one is {self.next_part} from row {self.rows}")
+        if part != self.next_part or row_number != self.rows:
+            raise ValueError(
+                f"part {part} from row {row_number}; the next one is {self.next_part} from row {self.rows}"
+            )
         with self._writing(f"part {part}"):
             draft = self._drafted(part, media)
             record = PartRecord(
-                part=part, place=place, rows=rows, file=self._layout.data_base(part), size_bytes=0, sha256="",
+                part=part, row_number=row_number, rows=rows, file=self._layout.data_base(part), size_bytes=0, sha256="",
                 after=dict(after or {}), tally=dict(tally or {}), seconds=seconds,
             )  # fmt: skip
             record = self._with_errors(record, errors, 0)
@@ -192,7 +194,7 @@ class Store:
         old = self._records[part]
         with self._writing(f"part {part}"):
             self._files.remove(self._layout.done)
-            self._files.settle(self._layout.state)
+            self._files.sync_names(self._layout.state)
             draft = self._drafted(part, media)
             record = self._with_errors(old, errors, old.revision + 1)
             record = msgspec.structs.replace(
@@ -222,8 +224,8 @@ class Store:
             raise ValueError(f"{', '.join(sorted(unknown))}: not named when the job was opened")
         if not self.finished:
             with self._writing("the final files"):
-                finish_results(self._place, self._records, self._lock, join, extras or {})
-        return result_names(self._place, self._records)
+                finish_results(self._folder, self._records, self._lock, join, extras or {})
+        return result_names(self._folder, self._records)
 
     def close(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -242,9 +244,9 @@ class Store:
         if self._closed:
             raise ValueError("the store is closed")
         if self._failed:
-            raise OutputFailed(f"{self._place.out}: an earlier write failed; run the same command again")
+            raise OutputFailed(f"{self._folder.out}: an earlier write failed; run the same command again")
         try:
-            with as_output_failed(self._place.out, f"{what} could not be written", self.rows):
+            with as_output_failed(self._folder.out, f"{what} could not be written", self.rows):
                 yield
         except BaseException:
             self._failed = True
@@ -262,14 +264,18 @@ class Store:
         return draft
 
     def _with_errors(self, record: PartRecord, errors: Sequence[ErrorRow], revision: int) -> PartRecord:
-        places = tuple(sorted(row.place for row in errors))
-        if len(set(places)) < len(places) or any(not 0 <= one - record.place < record.rows for one in places):
-            raise ValueError(f"error rows {places} in part {record.part}, rows {record.place} + {record.rows}")
+        row_numbers = tuple(sorted(row.row_number for row in errors))
+        if len(set(row_numbers)) < len(row_numbers) or any(
+            not 0 <= one - record.row_number < record.rows for one in row_numbers
+        ):
+            raise ValueError(
+                f"error rows {row_numbers} in part {record.part}, rows {record.row_number} + {record.rows}"
+            )
         base = sha256 = ""
         if errors:
             base = self._layout.errors_base(record.part, revision)
             sha256 = put_bytes(self._files, self._layout.state + base, encode_rows(errors)).sha256
-        return msgspec.structs.replace(record, error_places=places, errors_file=base, errors_sha256=sha256)
+        return msgspec.structs.replace(record, error_places=row_numbers, errors_file=base, errors_sha256=sha256)
 
     def _put_record(self, record: PartRecord) -> None:
         self._lock.check()
@@ -283,7 +289,7 @@ class Store:
                     with self._files.open(name) as file:
                         yield from read_rows(file)
                 except Unreadable as error:
-                    raise JobChanged(f"{self._place.shown(name)}: {error}") from None
+                    raise JobChanged(f"{self._folder.shown(name)}: {error}") from None
 
 
 def _holding(record: PartRecord, written: Written) -> PartRecord:
@@ -311,7 +317,7 @@ class Draft:
             raise ValueError(f"{name!r} is no name of a media file")
         try:
             with as_output_failed(self._out, f"part {self.part} could not be written"):
-                written = put_bytes(self._files, self.folder + name, data, settled=False)
+                written = put_bytes(self._files, self.folder + name, data, sync_name=False)
         except BaseException:
             self.failed = True
             raise
@@ -325,7 +331,7 @@ class Draft:
             written = sorted(self._written.items())
         if not written:
             return ()
-        self._files.settle(self.folder)
+        self._files.sync_names(self.folder)
         sha256 = hashlib.sha256()
         for name, (_, content) in written:
             sha256.update(f"{name} {content}\n".encode())

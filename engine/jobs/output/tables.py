@@ -250,28 +250,28 @@ def _shown(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
-def merge_rows(old: pa.Table, old_places: Sequence[int], new: pa.Table, new_places: Sequence[int]) -> pa.Table:
-    """Return the rows of both tables ordered by place; ValueError if the places do not match the rows.
+def merge_rows(old: pa.Table, old_numbers: Sequence[int], new: pa.Table, new_numbers: Sequence[int]) -> pa.Table:
+    """Return the rows of both tables ordered by row number; ValueError if the numbers do not match the rows.
 
-    Both tables have the same schema, and no place in common.
+    Both tables have the same schema, and no row number in common.
     """
-    order = _order(old_places, len(old), new_places, len(new))
+    order = _order(old_numbers, len(old), new_numbers, len(new))
     return pa.concat_tables([old, new]).take(pa.array(order, pa.int64()))
 
 
 def amend_part(
     old: BinaryIO,
-    old_places: Sequence[int],
+    old_numbers: Sequence[int],
     new: Iterable[pa.RecordBatch],
-    new_places: Sequence[int],
+    new_numbers: Sequence[int],
     format: str,
     schema: pa.Schema,
     out: BinaryIO,
 ) -> None:
     """Write the next revision of a part: its rows merged with retried rows, as if those had never failed.
 
-    old, old_places: the committed part, and the place of each of its rows.
-    new, new_places: the added rows, and their places.
+    old, old_numbers: the committed part, and the number of each of its rows.
+    new, new_numbers: the added rows, and their numbers.
     OutputFailed if the part cannot be read, or has another number of rows.
     """
     if format == "jsonl":
@@ -279,29 +279,29 @@ def amend_part(
         for batch in new:
             for text in lines(schema, batch):
                 after += text.splitlines(True)
-        _check_length(len(before), old_places)
+        _check_length(len(before), old_numbers)
         both = before + after
-        out.writelines(both[place] for place in _order(old_places, len(before), new_places, len(after)))
+        out.writelines(both[index] for index in _order(old_numbers, len(before), new_numbers, len(after)))
         return
     kept = pa.Table.from_batches(batches(old, format, schema), schema)
-    _check_length(len(kept), old_places)
-    merged = merge_rows(kept, old_places, pa.Table.from_batches(new, schema), new_places)
+    _check_length(len(kept), old_numbers)
+    merged = merge_rows(kept, old_numbers, pa.Table.from_batches(new, schema), new_numbers)
     write_part(format, schema, merged.to_batches(), out)
 
 
-def _check_length(rows: int, places: Sequence[int]) -> None:
-    if rows != len(places):
-        raise OutputFailed(f"a part of the results has {rows} rows, expected {len(places)}\n    fix: --restart")
+def _check_length(rows: int, row_numbers: Sequence[int]) -> None:
+    if rows != len(row_numbers):
+        raise OutputFailed(f"a part of the results has {rows} rows, expected {len(row_numbers)}\n    fix: --restart")
 
 
-def _order(old_places: Sequence[int], old_rows: int, new_places: Sequence[int], new_rows: int) -> np.ndarray:
-    """Return the order of the concatenated rows by place."""
-    if len(old_places) != old_rows or len(new_places) != new_rows:
-        raise ValueError(f"{len(old_places)} and {len(new_places)} places for {old_rows} and {new_rows} rows")
-    places = np.array([*old_places, *new_places], np.int64)
-    if len(np.unique(places)) < len(places):
-        raise ValueError("two rows have the same place")
-    return np.argsort(places, kind="stable")
+def _order(old_numbers: Sequence[int], old_rows: int, new_numbers: Sequence[int], new_rows: int) -> np.ndarray:
+    """Return the order of the concatenated rows by row number."""
+    if len(old_numbers) != old_rows or len(new_numbers) != new_rows:
+        raise ValueError(f"{len(old_numbers)} and {len(new_numbers)} row numbers for {old_rows} and {new_rows} rows")
+    row_numbers = np.array([*old_numbers, *new_numbers], np.int64)
+    if len(np.unique(row_numbers)) < len(row_numbers):
+        raise ValueError("two rows have the same number")
+    return np.argsort(row_numbers, kind="stable")
 
 
 def join_parts(parts: Iterable[Callable[[], BinaryIO]], format: str, out: BinaryIO, schema: pa.Schema) -> None:

@@ -5,7 +5,7 @@ fit the output's type become error rows.
 
 Media are encoded deterministically, in a thread pool. Images become PNG. Audio becomes WAV, 16-bit PCM at 16 kHz:
 samples are clipped to -1 to 1, and NaN is silence. A file is called ROW-OUTPUT.png, or ROW-OUTPUT-INDEX.png for a list,
-where ROW is the row's place in ten digits.
+where ROW is the row's number in ten digits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUFFIXES = {"image": ".png", "audio": ".wav"}
 PNG_LEVEL = 4
 """zlib level: twice as fast as the default 6, with files a few percent larger."""
 
-Write = Callable[[str, bytes], str]
+WriteMedia = Callable[[str, bytes], str]
 """Writes a file of this name and content, and returns its path for the table."""
 
 Encoded = Any
@@ -55,12 +55,12 @@ class Unwritable(InputError):
         self.errors = dict(errors)
 
 
-def settled(
+def to_record_batch(
     columns: Columns,
     answered: BlockResult,
     block: RowBlock,
     encoder: MediaEncoder | None = None,
-    write: Write | None = None,
+    write: WriteMedia | None = None,
 ) -> tuple[BlockResult, pa.RecordBatch]:
     """Convert a block's rows without an error; rows that cannot be written become errors of the result."""
     try:
@@ -75,7 +75,7 @@ def to_columns(
     answered: BlockResult,
     block: RowBlock,
     encoder: MediaEncoder | None = None,
-    write: Write | None = None,
+    write: WriteMedia | None = None,
 ) -> pa.RecordBatch:
     """Convert the rows without an error, in order; Unwritable lists rows whose values do not fit.
 
@@ -90,7 +90,7 @@ def to_columns(
     for one in outputs:
         values = _chosen(answered.outputs[one.of], rows, len(block))
         if one.of in columns.media_outputs:
-            made[one.of], wrong = _encoded(one, values, [block.place_of(row) for row in rows], encoder)
+            made[one.of], wrong = _encoded(one, values, [block.row_number_of(row) for row in rows], encoder)
         else:
             made[one.of], wrong = _converted(one, values, columns.schema.field(one.name).type)
         errors |= {rows[row]: error for row, error in wrong.items() if rows[row] not in errors}
@@ -150,23 +150,24 @@ def _converted(
 
 
 def _encoded(
-    column: ResultColumn, values: Sequence[Any], places: Sequence[int], encoder: MediaEncoder | None
+    column: ResultColumn, values: Sequence[Any], row_numbers: Sequence[int], encoder: MediaEncoder | None
 ) -> tuple[list[Any], dict[int, RowError]]:
     """Return an output's media as file names and contents, and the errors of media that cannot be encoded."""
     if encoder is None:
         raise ValueError(f"output {column.of} holds media and requires an encoder")
-    encoded = encoder.encode(column.of, column.type or ANY, values, places)
+    encoded = encoder.encode(column.of, column.type or ANY, values, row_numbers)
     return encoded, {row: _error(column, str(one)) for row, one in enumerate(encoded) if isinstance(one, ValueError)}
 
 
 def _error(column: ResultColumn, why: str) -> RowError:
+    """Return the error of a value that cannot be written: a StepError without a step, because every step succeeded."""
     return RowError("", "StepError", f"output {column.of}: {why}")
 
 
-def _in_file(value: Any, write: Write | None) -> Any:
+def _in_file(value: Any, write: WriteMedia | None) -> Any:
     if write is None:
         raise ValueError("media files require a write function")
-    return written(value, write)
+    return write_media(value, write)
 
 
 class MediaEncoder:
@@ -176,12 +177,12 @@ class MediaEncoder:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weftline-media")
 
     def encode(
-        self, output: str, type: PortType, values: Sequence[Any], places: Sequence[int]
+        self, output: str, type: PortType, values: Sequence[Any], row_numbers: Sequence[int]
     ) -> list[Encoded | ValueError]:
         """Return one value for each row: encoded, None if absent, or the error.
 
-        values: values of an output of that type, one for each row.
-        places: places of the rows.
+        values:      values of an output of that type, one for each row.
+        row_numbers: numbers of the rows.
         """
         kind, safe = media_kind(type), quote(output, safe="")
 
@@ -189,7 +190,8 @@ class MediaEncoder:
             return name + SUFFIXES[kind], self._pool.submit(encode_one, kind, value)
 
         begun = [
-            _submitted(type, value, f"{place:010d}-{safe}", later) for value, place in zip(values, places, strict=True)
+            _submitted(type, value, f"{row_number:010d}-{safe}", later)
+            for value, row_number in zip(values, row_numbers, strict=True)
         ]
         return [_wait_encoded(one) for one in begun]
 
@@ -217,7 +219,7 @@ def inline(value: Encoded) -> Any:
     return _each(value, lambda name, data: {"bytes": data, "path": name})
 
 
-def written(value: Encoded, write: Write) -> Any:
+def write_media(value: Encoded, write: WriteMedia) -> Any:
     """Write the files of an encoded value and return their paths."""
     return _each(value, write)
 

@@ -78,17 +78,17 @@ def decode_info(data: bytes) -> RunnerInfo:
 
 def encode_block(block: RowBlock) -> bytes:
     """Return a block without its table."""
-    places = None if block.places is None else list(block.places)
-    head = [block.part, block.place, list(block.ids), places]
+    row_numbers = None if block.row_numbers is None else list(block.row_numbers)
+    head = [block.part, block.row_number, list(block.ids), row_numbers]
     return _encode([head, {name: _column(values) for name, values in block.inputs.items()}])
 
 
 def decode_block(data: bytes) -> RowBlock:
     import pyarrow as pa
 
-    (part, place, ids, places), columns = _decode(data)
+    (part, row_number, ids, row_numbers), columns = _decode(data)
     inputs = {name: _decode(column) for name, column in columns.items()}
-    return RowBlock(part, place, ids, inputs, pa.table({}), places)
+    return RowBlock(part, row_number, ids, inputs, pa.table({}), row_numbers)
 
 
 def encode_sent(sent: ReplicaResult) -> bytes:

@@ -211,11 +211,11 @@ def cut(block: RowBlock, span: Span) -> RowBlock:
         return block
     return RowBlock(
         block.part,
-        block.place_of(start),
+        block.row_number_of(start),
         block.ids[start:stop],
         {name: values[start:stop] for name, values in block.inputs.items()},
         block.table.slice(start, stop - start),
-        None if block.places is None else block.places[start:stop],
+        None if block.row_numbers is None else block.row_numbers[start:stop],
     )
 
 

@@ -110,7 +110,7 @@ class RayRunner:
     def figures(self) -> Mapping[str, float]:
         return self._stats.figures(time.monotonic())
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """Figures arrive with results."""
 
     def close(self) -> None:

@@ -26,8 +26,8 @@ from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.grpc.grpcio_transport import GrpcGuard, handler, refuse
+from weftline.engine.serving.grpc.guard import Guard
 from weftline.engine.serving.grpc.server import GrpcServer
-from weftline.engine.serving.grpc.service import Guard
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.local import LocalBackend

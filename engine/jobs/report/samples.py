@@ -1,8 +1,8 @@
 """Sample rows of the report: selection, short texts, thumbnails and waveforms.
 
-`RowSampler` keeps first rows, first failures and a spread. The selection depends on row places and seed only: each
-place has a hash of the seed, and the rows with the lowest hashes stay (bottom-k sampling). Kept rows are reduced at
-once (`small`), so that memory is bounded by `most`.
+`RowSampler` keeps first rows, first failures and a spread. The selection depends on row numbers and seed only: each
+row number has a hash with the seed, and the rows with the lowest hashes stay (bottom-k sampling). Kept rows are
+reduced at once (`small`), so that memory is bounded by `most`.
 
 Values carry no type, so it is inferred: uint8[H, W, 3] is an image, a long float array within -1 to 1 is audio, and
 bytes are decoded.
@@ -314,10 +314,10 @@ SHARES = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def drawn(seed: int, places: np.ndarray) -> np.ndarray:
-    """Return a number for each place, uint64[places]: splitmix64 (Steele, Lea and Flood, 2014) of seed and place."""
+def drawn(seed: int, row_numbers: np.ndarray) -> np.ndarray:
+    """Return a hash of each row number, uint64[rows]: splitmix64 (Steele, Lea and Flood, 2014), with the seed."""
     with np.errstate(over="ignore"):
-        z = (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(seed % (1 << 64))
+        z = (row_numbers.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.uint64(seed % (1 << 64))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return z ^ (z >> np.uint64(31))
@@ -328,8 +328,8 @@ class _BottomK:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.kept: dict[int, tuple[int, Sample]] = {}  # (number, sample) by place
-        self._highest = -1  # the place that leaves next, when it is full
+        self.kept: dict[int, tuple[int, Sample]] = {}  # (rank, sample) by row number
+        self._highest = -1  # the row that leaves next, when it is full
 
     @property
     def bound(self) -> int:
@@ -338,13 +338,13 @@ class _BottomK:
             return (1 << 64) - 1
         return self.kept[self._highest][0] if self.kept else 0
 
-    def admits(self, number: int) -> bool:
-        return number < self.bound
+    def admits(self, rank: int) -> bool:
+        return rank < self.bound
 
-    def put(self, place: int, number: int, sample: Sample) -> None:
-        if place not in self.kept and len(self.kept) >= self._most:
+    def put(self, row_number: int, rank: int, sample: Sample) -> None:
+        if row_number not in self.kept and len(self.kept) >= self._most:
             del self.kept[self._highest]
-        self.kept[place] = (number, sample)
+        self.kept[row_number] = (rank, sample)
         self._highest = max(self.kept, key=lambda one: self.kept[one][0])
 
 
@@ -356,29 +356,29 @@ class RowSampler:
         self._first, self._failed = _BottomK(most // SHARES), _BottomK(most // SHARES)
         self._large = _BottomK(most)
 
-    def offer(self, place: int, make: Callable[[], Sample], failed: bool = False) -> None:
+    def offer(self, row_number: int, make: Callable[[], Sample], failed: bool = False) -> None:
         """Offer a row; `make` is called only when it is kept.
 
         failed: the row has an error.
         """
         if failed:
-            wanted = [(self._failed, place)] if self._failed.admits(place) else []
+            wanted = [(self._failed, row_number)] if self._failed.admits(row_number) else []
         else:
-            number = int(drawn(self._seed, np.array([place]))[0])
-            pools = ((self._first, place), (self._large, number))
+            spread_rank = int(drawn(self._seed, np.array([row_number]))[0])
+            pools = ((self._first, row_number), (self._large, spread_rank))
             wanted = [(pool, rank) for pool, rank in pools if pool.admits(rank)]
         if not wanted:
             return
         sample = small(make())
         for pool, rank in wanted:
-            pool.put(place, rank, sample)
+            pool.put(row_number, rank, sample)
 
-    def wanted(self, places: Sequence[int], failed: Sequence[bool] | None = None) -> list[int]:
-        """Return which of these rows, by their number in `places`, are worth an offer: few of a block, and quickly.
+    def wanted(self, row_numbers: Sequence[int], failed: Sequence[bool] | None = None) -> list[int]:
+        """Return which of these rows, by their index in `row_numbers`, are worth an offer: few of a block, and quickly.
 
         Offering them in this order leaves what offering all of them leaves.
         """
-        at = np.fromiter(places, np.int64, len(places))
+        at = np.fromiter(row_numbers, np.int64, len(row_numbers))
         bad = np.zeros(len(at), bool) if failed is None else np.fromiter(failed, bool, len(at))
         good = (drawn(self._seed, at) < _as_bound(self._large)) | (at.astype(np.uint64) < _as_bound(self._first))
         keep = np.where(bad, at.astype(np.uint64) < _as_bound(self._failed), good)
@@ -386,12 +386,14 @@ class RowSampler:
 
     def samples(self) -> list[Sample]:
         """Return what is kept, in the order of the rows."""
-        chosen = {place: sample for pool in (self._first, self._failed) for place, (_, sample) in pool.kept.items()}
-        for place, (_, sample) in sorted(self._large.kept.items(), key=lambda item: item[1][0]):
+        chosen = {
+            row_number: sample for pool in (self._first, self._failed) for row_number, (_, sample) in pool.kept.items()
+        }
+        for row_number, (_, sample) in sorted(self._large.kept.items(), key=lambda item: item[1][0]):
             if len(chosen) >= self._most:
                 break
-            chosen.setdefault(place, sample)
-        return [chosen[place] for place in sorted(chosen)]
+            chosen.setdefault(row_number, sample)
+        return [chosen[row_number] for row_number in sorted(chosen)]
 
 
 def _as_bound(pool: _BottomK) -> np.uint64:

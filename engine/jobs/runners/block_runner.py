@@ -1,7 +1,7 @@
-"""Block runner: each block of rows is one request of a rewritten plan (plans.py).
+"""Block runner: each block of rows is one request of a rewritten plan (plans.py), or several where values are large.
 
-One thread per concurrent block packs it into columns, sends it and unpacks the result. A block that fails as a whole,
-because a row kills the worker or the outputs do not fit, is bisected until a single row fails.
+One thread per concurrent block packs it into columns, sends them and unpacks the results. A request that fails as a
+whole, because a row kills the worker or the outputs do not fit, is bisected until a single row fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from weftline.engine.jobs.progress import LATELY_MAX, Tally, busy
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, is_permanent, row_error, row_seed
-from weftline.engine.jobs.runners.columns import Column, PackedColumn, Packer, Portion, own, read
+from weftline.engine.jobs.runners.packing import Column, PackedColumn, Packer, Portion, own, read
 from weftline.engine.jobs.runners.plans import (
     EXACT,
     BlockPlan,
@@ -124,7 +124,7 @@ class BlockRunner:
         """Return the pid of every running worker by name."""
         return self._session.pids()
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """No figures arrive later."""
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class BlockRunner:
         partial = _PartialResult({name: [None] * len(block) for name in self.outputs})
         refused: dict[int, RowError] = {}
         for portion in self._packer.portions(block, refused):
-            seeds = [row_seed(self._seed, block.place_of(row)) for row in portion.rows]
+            seeds = [row_seed(self._seed, block.row_number_of(row)) for row in portion.rows]
             self._run_portion(portion, np.array(seeds, np.int64), partial)
         partial.errors.update(refused)
         for row in partial.errors:
@@ -159,7 +159,7 @@ class BlockRunner:
             if len(portion.rows) == 1:
                 partial.errors[portion.rows[0]] = row_error(error)
                 return
-            for start, end in parts(len(portion.rows), isinstance(error, WorkerDied)):
+            for start, end in bisection_ranges(len(portion.rows), isinstance(error, WorkerDied)):
                 self._run_portion(portion.part(start, end), seeds[start:end], partial)
         else:
             self._store(portion, answer, partial)
@@ -230,7 +230,7 @@ class ByteAllowance:
                 self._changed.notify_all()
 
 
-def parts(rows: int, deadly: bool) -> list[tuple[int, int]]:
+def bisection_ranges(rows: int, deadly: bool) -> list[tuple[int, int]]:
     """Return the (start, end) of the parts of rows that failed together.
 
     Halves; if each failure costs a worker (`deadly`), about sqrt(rows) parts, so that two rounds isolate a row.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from weftline.engine.jobs.runners.columns import COLUMN
+from weftline.engine.jobs.runners.packing import COLUMN
 from weftline.engine.jobs.runners.rows_node import OUTCOME, SEEDS, HeavyRowsNode, RowsConfig, RowsNode
 from weftline.errors import InputError
 from weftline.nodes.ports import Port, PortType

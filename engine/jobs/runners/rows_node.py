@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from weftline.engine.jobs.runners.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, read
+from weftline.engine.jobs.runners.packing import ABSENT, COLUMN, FAILED, Column, PackedColumn, read
 from weftline.engine.protocol.messages import ABSENT as NOTHING
 from weftline.engine.protocol.messages import Failure, Item, ItemMetadata
 from weftline.engine.protocol.packed import Row, Source

@@ -201,7 +201,7 @@ class ServerRunner:
         tokens = {"tokens": float(self._tokens)} if self._tokens else {}
         return {"in_flight": float(int(self._queue.window.size)), **tokens}
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """No figures arrive later."""
 
     def close(self) -> None:
@@ -230,7 +230,7 @@ class ServerRunner:
         errors: dict[int, RowError] = {}
         given = ((row, usable(block, row, errors)) for row in range(len(block)))
         rows = {row: inputs for row, inputs in given if inputs is not None}
-        seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
+        seeds = [row_seed(self._seed, block.row_number_of(row)) for row in rows]
         orders = [next(self._order) for _ in rows]
         tasks = [
             asyncio.create_task(self._run_row(inputs, seed, order))

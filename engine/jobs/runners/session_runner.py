@@ -92,7 +92,7 @@ class SessionRunner:
                         figures[name] = figures.get(name, 0.0) + values[figure]
         return figures | busy(self._lately, self.instances)
 
-    def settle(self) -> None:
+    def wait_for_figures(self) -> None:
         """See rows.JobRunner. Workers report metrics once a second."""
         if self._streams and self._answered_s is not None:
             self._closed.wait(max(0.0, self._answered_s + SETTLE_S - time.monotonic()))
@@ -112,7 +112,7 @@ class SessionRunner:
         while left:
             given = {row: usable(block, row, errors) for row in left}
             rows = {row: inputs for row, inputs in given.items() if inputs is not None}
-            seeds = [row_seed(self._seed, block.place_of(row)) for row in rows]
+            seeds = [row_seed(self._seed, block.row_number_of(row)) for row in rows]
             ends = self._session.run_together(
                 list(rows.values()), outputs=self._wanted, seeds=seeds, space=self._input_space, cancelled=self._closed
             )

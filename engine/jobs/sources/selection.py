@@ -117,7 +117,7 @@ class SelectedSource:
     def close(self) -> None:
         self._reader.close()
 
-    def read(self, after: Position | None = None, place: int = 0) -> Iterator[Rows]:
+    def read(self, after: Position | None = None, row_number: int = 0) -> Iterator[Rows]:
         emitted = after["given"] if after else 0
         if self._spec.id is not None:
             if self._once:
@@ -127,11 +127,11 @@ class SelectedSource:
         for rows in self._rows(after):
             if self._spec.id is not None:
                 self._ids.look(rows)
-            if rows.place >= emitted:
-                yield Rows(place + rows.place - emitted, rows.ids, rows.table, rows.after)
+            if rows.row_number >= emitted:
+                yield Rows(row_number + rows.row_number - emitted, rows.ids, rows.table, rows.after)
 
     def _rows(self, after: Position | None) -> Iterator[Rows]:
-        """Yield rows from a position on, with places counted from the first row of the job."""
+        """Yield rows from a position on, with numbers counted from the first row of the job."""
         at: Position = after or START
         limit = self._spec.limit
         turn, seen, emitted, skip = at["turn"], at["seen"], at["given"], at["skip"]
@@ -296,20 +296,20 @@ class IdCheck:
         self._looked = 0
         self._after: Position | None = None
 
-    def look_before(self, place: int) -> None:
-        """Check the rows before a place that were not checked yet; InputError as in `look`."""
-        if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+    def look_before(self, row_number: int) -> None:
+        """Check the rows before a row that were not checked yet; InputError as in `look`."""
+        if self._looked >= row_number or len(self._seen) >= CHECKED_ROWS:
             return
         for rows in self._again(self._after):
             self.look(rows)
-            if self._looked >= place or len(self._seen) >= CHECKED_ROWS:
+            if self._looked >= row_number or len(self._seen) >= CHECKED_ROWS:
                 return
 
     def look(self, rows: Rows) -> None:
         """Raise InputError for an id that occurred before, in this run or an earlier one."""
-        new = rows.ids[max(0, self._looked - rows.place) :]
+        new = rows.ids[max(0, self._looked - rows.row_number) :]
         if new:
-            self._looked, self._after = rows.place + len(rows), rows.after
+            self._looked, self._after = rows.row_number + len(rows), rows.after
         for id in new[: max(0, CHECKED_ROWS - len(self._seen))]:
             digest = hashlib.blake2b(id.encode("utf-8", "surrogatepass"), digest_size=_ID_BYTES).digest()
             if digest in self._seen:

@@ -72,7 +72,7 @@ def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
         raise InputError(f"{hub[0] if hub else STDIN} cannot be combined with other data; found {_shown(spec)}")
     if hub:
         need("datasets")
-        from weftline.engine.jobs.sources.tables import by_name
+        from weftline.engine.jobs.sources.arrow_readers import by_name
 
         if spec.format not in (None, "hf"):
             raise InputError(f"{hub[0]}: --format {spec.format} is for files")
@@ -87,9 +87,9 @@ def _shown(spec: DataSpec) -> str:
 
 
 def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
+    from weftline.engine.jobs.sources.arrow_readers import StreamReader
     from weftline.engine.jobs.sources.csv_reader import CsvReader
     from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
-    from weftline.engine.jobs.sources.tables import StreamReader
     from weftline.engine.jobs.sources.text_reader import StandardInput
 
     readers: dict[str, Callable[[StandardInput], DatasetReader]] = {
@@ -127,7 +127,7 @@ def _is_saved(listing: Listing, format: str | None) -> bool:
 
 def _saved(listing: Listing, spec: DataSpec) -> DatasetReader:
     need("datasets")
-    from weftline.engine.jobs.sources.tables import from_disk
+    from weftline.engine.jobs.sources.arrow_readers import from_disk
 
     url = listing.base if listing.files[0].local else str(listing.fs.unstrip_protocol(listing.base))
     return from_disk(url, listing.shown, spec.split, spec.storage)
@@ -155,7 +155,7 @@ def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
 
 def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
     if format in ("parquet", "arrow"):
-        from weftline.engine.jobs.sources.tables import ArrowReader, ParquetReader
+        from weftline.engine.jobs.sources.arrow_readers import ArrowReader, ParquetReader
 
         return ParquetReader(files) if format == "parquet" else ArrowReader(files)
     if format == "jsonl":

@@ -66,13 +66,13 @@ class Caller:
     sha256: bytes = field(default=b"", repr=False)
     deny: Callable[[str], None] = field(default=_log_nothing, repr=False, compare=False)
 
-    def may(self, model: str) -> bool:
+    def may_use_model(self, model: str) -> bool:
         """Return True if the caller may call and see this model."""
         return self.models is None or self.admin or model in self.models
 
     def check(self, model: str) -> None:
         """Raise AccessDenied unless the caller may call the model, known or not, so that names stay secret."""
-        if not self.may(model):
+        if not self.may_use_model(model):
             self.deny(NOT_THIS_MODEL)
             raise AccessDenied(NOT_THIS_MODEL)
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 OPEN, READ, INFER, MEMORY, METRICS, ADMIN = "open", "read", "infer", "memory", "metrics", "admin"
-"""Kinds of rights. OPEN: no token, for probes. READ: any token. INFER: any token, for its models. MEMORY: registering
-shared memory. METRICS: the figures. ADMIN: loading, unloading, settings."""
+"""Kinds of rights. OPEN: no token, for probes. READ, INFER: any token; where a model is named, its models only.
+MEMORY: register, list and unregister shared memory; INFER with a region needs it too. METRICS: the figures. ADMIN:
+loading, unloading, settings."""
 
 INFERENCE = "/inference.GRPCInferenceService/"
 

@@ -92,7 +92,10 @@ class SharedMemory:
             raise refusal
 
     def unregister(self, name: str) -> None:
-        """Forget a region; requests that are reading it finish. One that is not there is nothing to complain of."""
+        """Forget a region; an unknown name is no error. Requests that are reading it finish.
+
+        A parsed request that has not read its tensor yet fails, or reads a region registered again under that name.
+        """
         if not self._enabled:
             raise InputError(OFF)
         with self._lock:

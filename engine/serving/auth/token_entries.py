@@ -34,7 +34,7 @@ class Token:
     sha256:         digest of the token, 32 bytes.
     models:         names of the models it may call, in full (`ocr`, `ocr.detect`); None: every one.
     admin:          it may load and unload, change settings, and do everything else.
-    memory:         it may register shared memory. Regions are shared by all tokens with this right.
+    memory:         it may register, list, unregister and use shared memory; these tokens share all regions.
     metrics:        it may read the metrics.
     requests_per_s: average rate of calls; None: unlimited.
     burst:          most calls at once after a pause.

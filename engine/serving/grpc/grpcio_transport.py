@@ -16,14 +16,13 @@ import grpc.aio
 
 from weftline.engine.serving.auth.tls import server_credentials
 from weftline.engine.serving.config import ServeConfig, ServeLimits
+from weftline.engine.serving.grpc.guard import Guard, UnknownMethod
 from weftline.engine.serving.grpc.service import (
     CALLER,
     CallContext,
-    Guard,
     InferMethod,
     Method,
     StreamMethod,
-    UnknownMethod,
     pushback,
 )
 from weftline.engine.serving.replies import to_status

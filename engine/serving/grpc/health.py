@@ -99,7 +99,7 @@ class GrpcHealth:
 
 
 def _visible(service: str) -> bool:
-    return not service or CALLER.get().may(service)
+    return not service or CALLER.get().may_use_model(service)
 
 
 def _status(serving: bool) -> Status:

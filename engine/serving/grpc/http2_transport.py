@@ -31,6 +31,7 @@ from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.config import FREE_BYTES, ServeConfig
+from weftline.engine.serving.grpc.guard import Guard, UnknownMethod
 from weftline.engine.serving.grpc.nghttp2 import (
     BODY,
     CLOSED,
@@ -48,11 +49,9 @@ from weftline.engine.serving.grpc.nghttp2 import (
 from weftline.engine.serving.grpc.service import (
     CALLER,
     CallContext,
-    Guard,
     InferMethod,
     Method,
     StreamMethod,
-    UnknownMethod,
     pushback,
 )
 from weftline.engine.serving.replies import to_status

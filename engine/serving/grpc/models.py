@@ -139,7 +139,7 @@ class GrpcModels:
 
     def _seen(self) -> list[ModelState]:
         caller = CALLER.get()
-        return [one for one in self._backend.index() if caller.may(one.name)]
+        return [one for one in self._backend.index() if caller.may_use_model(one.name)]
 
 
 def _check_repository(name: str) -> None:

@@ -19,6 +19,7 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.config import ServeConfig
+from weftline.engine.serving.grpc.guard import Guard
 from weftline.engine.serving.grpc.health import GrpcHealth
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.memory import GrpcSharedMemory
@@ -26,7 +27,6 @@ from weftline.engine.serving.grpc.models import Figures, GrpcModels
 from weftline.engine.serving.grpc.protos import HEALTH_SERVICE, INFERENCE_SERVICE, REFLECTION_SERVICE
 from weftline.engine.serving.grpc.reflection import METHOD, SERVICES, make_reflection
 from weftline.engine.serving.grpc.service import (
-    Guard,
     InferMethod,
     Method,
     StreamCall,

@@ -8,7 +8,7 @@ for errors and read the caller from CALLER. For a transport they become methods 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +18,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from weftline.engine.serving.auth.gate import ANONYMOUS, Caller, Gate
-from weftline.engine.serving.auth.methods import METHODS, OPEN
-from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
+from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
@@ -133,33 +131,6 @@ def bidirectional(method: Bidirectional, descriptor: MethodDescriptor) -> Stream
                 await call.write(response.SerializeToString())
 
     return StreamMethod(run)
-
-
-class UnknownMethod(Exception):
-    """There is no method at the path: UNIMPLEMENTED."""
-
-
-class Guard:
-    """Authorise calls before their messages are read.
-
-    methods: paths that are served; any other is UNIMPLEMENTED, with or without a token.
-    """
-
-    def __init__(self, gate: Gate, serving: DrainSwitch, methods: Collection[str]) -> None:
-        self._gate = gate
-        self._serving = serving
-        self._methods = frozenset(methods)
-
-    def admit(self, path: str, authorization: Sequence[str | bytes]) -> Caller:
-        """Return the caller of a call, from every value of its `authorization` metadata.
-
-        UnknownMethod; SessionClosed while the server drains, but for health checks; AccessDenied or LimitReached.
-        """
-        if path not in self._methods:
-            raise UnknownMethod(path)
-        if not self._serving.on and METHODS.get(path) is not OPEN:
-            raise draining_error()
-        return self._gate.admit(path, authorization) if self._gate.asks_tokens else self._gate.enter(path, None)
 
 
 def pushback(retry_after_s: float) -> Mapping[str, str]:

@@ -56,7 +56,7 @@ class HttpContext:
     logs: LogSettings
     now_s: Callable[[], float] = time.time
 
-    def info(self, request: Request, model: str, version: str = "") -> ModelInfo:
+    def authorised_info(self, request: Request, model: str, version: str = "") -> ModelInfo:
         """Return the metadata of a model that the caller may use; AccessDenied also for an unknown one."""
         caller_of(request).check(model)
         return self.backend.info(model, version)

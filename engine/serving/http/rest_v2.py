@@ -74,7 +74,7 @@ class RestServer:
                     "reason": to_status(ModelError(one.why)).message if caller.admin and one.why else "",
                 }
                 for one in self._context.backend.index()
-                if caller.may(one.name) and (one.ready or not only_ready)
+                if caller.may_use_model(one.name) and (one.ready or not only_ready)
             ]
         )
 
@@ -91,7 +91,7 @@ class RestServer:
     async def trace(self, request: Request) -> ASGIApp:
         model = request.path_params.get("model", "")
         if model:
-            self._context.info(request, check_name(model))
+            self._context.authorised_info(request, check_name(model))
         if request.method == "POST":
             body = await json_object_of(request, SETTINGS_BYTES_MAX, empty=True)
             self._context.trace.set({name: _texts(name, value) for name, value in body.items()}, model)
@@ -116,7 +116,7 @@ class RestModels:
 
     async def metadata(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(dataclasses.asdict(metadata_of(self._context.info(request, name, version))))
+        return json_response(dataclasses.asdict(metadata_of(self._context.authorised_info(request, name, version))))
 
     async def ready(self, request: Request) -> ASGIApp:
         name, version = _named(request)
@@ -129,18 +129,18 @@ class RestModels:
 
     async def config(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(config_of(self._context.info(request, name, version)))
+        return json_response(config_of(self._context.authorised_info(request, name, version)))
 
     async def stats(self, request: Request) -> ASGIApp:
         """Return the statistics of one model with its steps, or of all models of the caller."""
         name, version = _named(request) if "model" in request.path_params else ("", "")
         if name:
-            info = self._context.info(request, name, version)
+            info = self._context.authorised_info(request, name, version)
             versions = {name: info.version}
         else:
             caller = caller_of(request)
             serving = {one.name: one.version for one in self._context.backend.index() if one.ready}
-            versions = {name: one for name, one in serving.items() if caller.may(name)}
+            versions = {name: one for name, one in serving.items() if caller.may_use_model(name)}
         figures = await self._context.figures(versions)
         return json_response({"model_stats": [_figures(one) for one in figures]})
 
@@ -155,7 +155,7 @@ class Infer:
         limits = self._context.limits
         model = check_name(request.path_params["model"])
         version = check_version(request.path_params.get("version", ""))
-        info = self._context.info(request, model, version)
+        info = self._context.authorised_info(request, model, version)
         body = await body_of(request, limits.message_bytes_max)
         json, regions = self._context.json, self._context.shared_memory if self._context.shared_memory.enabled else None
         asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits)

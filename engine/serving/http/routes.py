@@ -123,7 +123,9 @@ class Probes:
     async def ready(self, request: Request) -> ASGIApp:
         """Report readiness, and the names of models that are not ready without their reasons."""
         missing = [
-            one.name for one in self._context.backend.index() if not one.ready and caller_of(request).may(one.name)
+            one.name
+            for one in self._context.backend.index()
+            if not one.ready and caller_of(request).may_use_model(one.name)
         ]
         ready = self._context.ready()
         return json_response({"ready": ready, "not_ready": missing}, 200 if ready else 503)

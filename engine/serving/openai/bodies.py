@@ -150,7 +150,7 @@ class GenerationBody(OpenAiBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         """Number of likeliest tokens listed with each token; None: no log-probabilities."""
         raise NotImplementedError
 
@@ -164,8 +164,8 @@ class GenerationBody(OpenAiBody):
             options["tokens_max"] = self.max_completion_tokens
         if isinstance(self.stop, str):
             options["stop"] = [self.stop]
-        if self.likeliest is not None:
-            options["logprobs"] = self.likeliest
+        if self.top_logprobs_count is not None:
+            options["logprobs"] = self.top_logprobs_count
         return options | constraint_of(self.response_format)
 
     def field_of(self, key: str) -> str:
@@ -211,7 +211,7 @@ class ChatBody(GenerationBody):
         return self
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def field_of(self, key: str) -> str:
@@ -226,7 +226,7 @@ class CompletionBody(GenerationBody):
     logprobs: LikeliestCount | None = None
 
     @property
-    def likeliest(self) -> int | None:
+    def top_logprobs_count(self) -> int | None:
         return self.logprobs
 
     def sampling(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class TranscriptionBody(OpenAiBody):
 
 def answers_output(body: GenerationBody, output: str | None) -> str | None:
     """Return the output with several answers or log-probabilities, if the body requests either."""
-    if body.n == 1 and body.likeliest is None:
+    if body.n == 1 and body.top_logprobs_count is None:
         return None
     if output is None:
         field = "n" if body.n > 1 else "logprobs"

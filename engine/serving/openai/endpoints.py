@@ -64,7 +64,7 @@ class Endpoint:
     async def _object(self, request: Request) -> dict[str, Any]:
         return await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
 
-    async def _answers(self, request: Request, asks: Sequence[Ask]) -> list[dict[str, Any]]:
+    async def _outputs_of(self, request: Request, asks: Sequence[Ask]) -> list[dict[str, Any]]:
         """Run requests concurrently and return their outputs; the first error cancels the others."""
         outputs = gather_or_cancel([self._context.outputs(request, one) for one in asks])
         return await while_connected(request.receive, outputs)
@@ -112,7 +112,7 @@ class GenerationEndpoint(Endpoint, ABC):
                 text = await self._text(request, generation.asks[0], ports.output)
                 header = AnswerHeader(self.format.chunk_object, body.model, created)
                 return EventStream(chunks(generation, header, text))
-            answers = await self._answers(request, generation.asks)
+            answers = await self._outputs_of(request, generation.asks)
         return json_response(completion(generation, AnswerHeader(self.format.object, body.model, created), answers))
 
     def _generation(
@@ -142,7 +142,7 @@ class Chat(GenerationEndpoint):
 
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
         body = ChatBody.parse(fields)
-        ports = chat_ports(self._context.info(request, body.model))
+        ports = chat_ports(self._context.authorised_info(request, body.model))
         return body, ports, [chat_inputs(body, ports)]
 
 
@@ -153,7 +153,7 @@ class Completions(GenerationEndpoint):
 
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
         body = CompletionBody.parse(fields, texts_max=self._context.limits.batch_max)
-        ports = completion_ports(self._context.info(request, body.model))
+        ports = completion_ports(self._context.authorised_info(request, body.model))
         return body, ports, [{ports.prompt: one} for one in body.prompt]
 
 
@@ -192,7 +192,7 @@ def completion(generation: Generation, header: AnswerHeader, answers: Sequence[M
     choices: list[dict[str, Any]] = []
     for place, outputs in enumerate(answers):
         usage += usage_of(outputs.get(ports.usage or ""))
-        found = choices_of(outputs, ports, body.likeliest is not None, place * body.n)
+        found = choices_of(outputs, ports, body.top_logprobs_count is not None, place * body.n)
         choices += map(generation.format.whole, found)
     return header.to_json(choices) | {"usage": usage.to_json()}
 
@@ -207,7 +207,7 @@ async def chunks(generation: Generation, header: AnswerHeader, text: StreamedTex
                 yield event(common | {"choices": [choice]})
             async for delta in deltas:
                 yield event(common | {"choices": [format.delta(delta)]})
-    for one in choices_of(text.outputs, ports, body.likeliest is not None, 0):
+    for one in choices_of(text.outputs, ports, body.top_logprobs_count is not None, 0):
         for choice in format.ending(one, text.rest(one.text) if one.index == 0 else one.text):
             yield event(common | {"choices": [choice]})
     if body.usage_in_stream:
@@ -223,11 +223,11 @@ class Embeddings(Endpoint):
 
     async def create(self, request: Request) -> ASGIApp:
         body = EmbeddingBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
-        ports = embedding_ports(self._context.info(request, body.model))
+        ports = embedding_ports(self._context.authorised_info(request, body.model))
         common = tenant_of(request, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
-        answers = await self._answers(request, asks)
+        answers = await self._outputs_of(request, asks)
         tokens = sum(usage_of(outputs.get(ports.usage or "")).prompt for outputs in answers)
         as_text = body.encoding_format == "base64"
         data = [
@@ -254,13 +254,13 @@ class Transcriptions(Endpoint):
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
         body = TranscriptionBody.parse({name: text_field(form, name) for name in TRANSCRIPTION_FIELDS})
-        ports = speech_ports(self._context.info(request, body.model))
+        ports = speech_ports(self._context.authorised_info(request, body.model))
         inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
         _check_lists(form)
         ask = ask_for(request, body.model, inputs, [ports.output])
         if body.streamed:
             return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
-        [outputs] = await self._answers(request, [ask])
+        [outputs] = await self._outputs_of(request, [ask])
         text = outputs.get(ports.output) or ""
         return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
 
@@ -303,11 +303,11 @@ class OpenAiModels(Endpoint):
 
     async def list(self, request: Request) -> ASGIApp:
         caller = caller_of(request)
-        ready = [one.name for one in self._context.backend.index() if one.ready and caller.may(one.name)]
+        ready = [one.name for one in self._context.backend.index() if one.ready and caller.may_use_model(one.name)]
         return json_response({"object": "list", "data": [self._model(name) for name in ready]})
 
     async def get(self, request: Request) -> ASGIApp:
-        return json_response(self._model(self._context.info(request, request.path_params["model"]).name))
+        return json_response(self._model(self._context.authorised_info(request, request.path_params["model"]).name))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self._created, "owned_by": "weftline"}

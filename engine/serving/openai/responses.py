@@ -155,9 +155,7 @@ class ChatFormat:
             logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs else None
             deltas.append(_chat_delta(index, {"content": rest} | ({"role": "assistant"} if index else {}), logprobs))
         if choice.tool_calls:
-            calls = [
-                {"index": at, **call} if isinstance(call, dict) else call for at, call in enumerate(choice.tool_calls)
-            ]
+            calls = [_numbered(at, call) for at, call in enumerate(choice.tool_calls)]
             deltas.append(_chat_delta(index, {"tool_calls": calls}))
         return [*deltas, _chat_delta(index, {}) | {"finish_reason": choice.finish}]
 
@@ -181,8 +179,9 @@ class TextFormat:
         return [self.whole(choice) | {"text": rest}]
 
 
-def _numbered(place: int, call: Any) -> Any:
-    return {"index": place, **call} if isinstance(call, dict) else call
+def _numbered(index: int, call: Any) -> Any:
+    """Return a tool call with its index, as chunks have it."""
+    return {"index": index, **call} if isinstance(call, dict) else call
 
 
 def _chat_delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

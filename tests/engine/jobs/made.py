@@ -74,7 +74,7 @@ def spec_of(folder: Path, data: Path, out: str = "out", **more: Any) -> JobSpec:
 class Plain:
     """Answers rows in threads of this process.
 
-    asked: the places of the blocks that it was given.
+    asked: the row numbers of the blocks that it was given.
     """
 
     def __init__(self, answer: Callable[[str, int], str], block_rows: int = 4) -> None:
@@ -87,7 +87,7 @@ class Plain:
         self._pool = ThreadPoolExecutor(3)
 
     def submit(self, block: RowBlock) -> Future[BlockResult]:
-        self.asked.append([block.place_of(row) for row in range(len(block))])
+        self.asked.append([block.row_number_of(row) for row in range(len(block))])
         return self._pool.submit(self._block, block)
 
     def _block(self, block: RowBlock) -> BlockResult:
@@ -99,7 +99,7 @@ class Plain:
             if given is None:
                 continue
             try:
-                answers[-1] = self._answer(given["text"], row_seed(0, block.place_of(row)))
+                answers[-1] = self._answer(given["text"], row_seed(0, block.row_number_of(row)))
             except ValueError as error:
                 errors[row] = RowError("work", "StepError", str(error))
         tally = Tally()
@@ -109,7 +109,7 @@ class Plain:
     def figures(self) -> Mapping[str, float]:
         return {}
 
-    def settle(self) -> None: ...
+    def wait_for_figures(self) -> None: ...
 
     def close(self) -> None:
         self._pool.shutdown()

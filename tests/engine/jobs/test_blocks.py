@@ -1,4 +1,4 @@
-"""Cutting rows into blocks: the same places for every way of reading, and marks that lead on."""
+"""Cutting rows into blocks: the same row numbers for every way of reading, and marks that lead on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.blocks import BlockRows, ResumePoint, answered, cut, read_on
+from weftline.engine.jobs.blocks import BlockRows, ResumePoint, cut, read_on, run_in_order
 from weftline.engine.jobs.rows import Rows
 
 pa = pytest.importorskip("pyarrow")
@@ -29,9 +29,9 @@ class Numbers:
     def fingerprint(self) -> Mapping[str, str]:
         return {}
 
-    def read(self, after: Mapping[str, Any] | None = None, place: int = 0) -> Iterator[Rows]:
+    def read(self, after: Mapping[str, Any] | None = None, row_number: int = 0) -> Iterator[Rows]:
         at, turn = (after or {"read": 0})["read"], 0
-        assert place == at
+        assert row_number == at
         while at < self.expected:
             size = min(self._sizes[turn % len(self._sizes)], self.expected - at)
             numbers = list(range(at, at + size))
@@ -45,12 +45,12 @@ class Numbers:
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-def cuts(source: Numbers, mark: ResumePoint, place: int, part: int, block: int) -> list[BlockRows]:
-    return list(cut(read_on(source, mark, place), part, block))
+def cuts(source: Numbers, mark: ResumePoint, row_number: int, part: int, block: int) -> list[BlockRows]:
+    return list(cut(read_on(source, mark, row_number), part, block))
 
 
 def as_tuples(found: list[BlockRows]) -> list[tuple[int, int, list[str], list[int]]]:
-    return [(one.part, one.place, list(one.ids), one.table["x"].to_pylist()) for one in found]
+    return [(one.part, one.row_number, list(one.ids), one.table["x"].to_pylist()) for one in found]
 
 
 @given(st.integers(0, 60), SIZES, SIZES, st.integers(1, 20), st.integers(1, 25))
@@ -61,9 +61,9 @@ def test_blocks_are_the_same_however_rows_are_read(
     assert as_tuples(found) == as_tuples(cuts(Numbers(count, others), ResumePoint(), 0, part, block))
     assert [id for one in found for id in one.ids] == [str(n) for n in range(count)]
     for one in found:
-        assert one.part == one.place // part == (one.end - 1) // part
+        assert one.part == one.row_number // part == (one.end - 1) // part
         assert len(one.ids) <= block
-        assert one.place % part % block == 0
+        assert one.row_number % part % block == 0
         assert len(one.ids) == block or one.end % part == 0 or one.end == count
 
 
@@ -74,7 +74,7 @@ def test_every_mark_leads_on(
     found = cuts(Numbers(count, sizes), ResumePoint(), 0, part, block)
     at = data.draw(st.integers(0, len(found) - 1))
     mark = ResumePoint.from_json(found[at].after.to_json())
-    assert mark.place <= found[at].end
+    assert mark.row_number <= found[at].end
     assert as_tuples(cuts(Numbers(count, others), mark, found[at].end, part, block)) == as_tuples(found[at + 1 :])
 
 
@@ -104,7 +104,7 @@ def test_answers_come_in_order_whichever_is_ready_first() -> None:
 
     other = threading.Thread(target=answer_backwards)
     other.start()
-    assert list(answered(range(3), later.submit, 3)) == [(n, f"answer {n}") for n in range(3)]
+    assert list(run_in_order(range(3), later.submit, 3)) == [(n, f"answer {n}") for n in range(3)]
     other.join()
 
 
@@ -120,7 +120,7 @@ def test_blocks_in_flight_stay_within_the_limit() -> None:
             yield n
 
     with ThreadPoolExecutor(4) as pool:
-        for n, (block, answer) in enumerate(answered(blocks(), lambda n: pool.submit(str, n), 4)):
+        for n, (block, answer) in enumerate(run_in_order(blocks(), lambda n: pool.submit(str, n), 4)):
             assert (block, answer) == (n, str(n))
             with lock:
                 given[0] += 1
@@ -137,7 +137,7 @@ def test_what_reading_fails_with_is_raised_after_what_was_read(ahead: int) -> No
 
     seen = []
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="the third is broken"):
-        for block, _ in answered(blocks(), lambda n: pool.submit(str, n), ahead):
+        for block, _ in run_in_order(blocks(), lambda n: pool.submit(str, n), ahead):
             seen.append(block)
     assert seen == [0, 1]
 
@@ -150,14 +150,14 @@ def test_what_answering_fails_with_is_raised_in_its_place() -> None:
 
     seen = []
     with ThreadPoolExecutor(2) as pool, pytest.raises(RuntimeError, match="no runner"):
-        for block, _ in answered(range(9), lambda n: pool.submit(fail_at_two, n), 3):
+        for block, _ in run_in_order(range(9), lambda n: pool.submit(fail_at_two, n), 3):
             seen.append(block)
     assert seen == [0, 1]
 
 
 def test_a_stop_ends_it_and_lets_go_of_what_waits() -> None:
     later, stopped = Later(), threading.Event()
-    flow = answered(range(100), later.submit, 2, stop=stopped.is_set)
+    flow = run_in_order(range(100), later.submit, 2, stop=stopped.is_set)
     assert (
         threading.Thread(target=lambda: (later.asked.acquire(timeout=10), later.open[0].set_result("a"))).start()
         is None
@@ -180,9 +180,9 @@ def test_idle_is_called_while_nothing_happens() -> None:
         if calls[0] == 2:
             later.open[0].set_result("at last")
 
-    assert list(answered([0], later.submit, 1, idle=idle)) == [(0, "at last")]
+    assert list(run_in_order([0], later.submit, 1, idle=idle)) == [(0, "at last")]
     assert calls[0] == 2
 
 
 def test_nothing_to_answer() -> None:
-    assert list(answered([], Later().submit, 3)) == []
+    assert list(run_in_order([], Later().submit, 3)) == []

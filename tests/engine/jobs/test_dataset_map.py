@@ -62,7 +62,7 @@ class Shouter:
     def figures(self) -> Mapping[str, float]:
         return {}
 
-    def settle(self) -> None: ...
+    def wait_for_figures(self) -> None: ...
 
     def close(self) -> None:
         self.closed.set()
@@ -130,7 +130,7 @@ def test_rows_of_any_kind_of_data_set_are_answered_in_order(kind: str, tmp_path:
     with map_rows(shouter, _kinds(tmp_path)[kind]) as rows:
         assert list(rows) == SHOUTED
     assert shouter.closed.is_set()
-    assert [(block.part, block.place) for block in shouter.blocks][:2] == [(0, 0), (1, 2)]
+    assert [(block.part, block.row_number) for block in shouter.blocks][:2] == [(0, 0), (1, 2)]
     assert all(len(block) <= 2 for block in shouter.blocks)
 
 

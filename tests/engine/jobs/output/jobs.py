@@ -43,7 +43,7 @@ def write(content: bytes) -> Callable[[BinaryIO], None]:
 
 def errors(part: int, places: Sequence[int]) -> list[ErrorRow]:
     return [
-        ErrorRow(place=place, id=f"id-{place}", step="read", error="StepError", reason="no text", part=part)
+        ErrorRow(row_number=place, id=f"id-{place}", step="read", error="StepError", reason="no text", part=part)
         for place in places
     ]
 

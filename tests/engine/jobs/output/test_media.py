@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.engine.jobs.output.answers import PICTURE, SOUND
-from weftline.engine.jobs.output.values import MediaEncoder, encode_one, inline, written
+from weftline.engine.jobs.output.values import MediaEncoder, encode_one, inline, write_media
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.image import decode_image
 from weftline.nodes.ports import PortType
@@ -46,7 +46,7 @@ def test_names_are_the_row_the_output_and_the_index(encoder):
     nested = PortType.parse("list[list[image]]")
     (one,) = encoder.encode("a/b", nested, [[[PICTURE], [], [PICTURE, None]]], [12])
     files = {}
-    shown = written(one, lambda name, data: files.setdefault(name, data) and f"media/{name}")
+    shown = write_media(one, lambda name, data: files.setdefault(name, data) and f"media/{name}")
     stem = "0000000012-a%2Fb"
     assert shown == [[f"media/{stem}-0-0.png"], [], [f"media/{stem}-2-0.png", None]]
     assert list(files) == [f"{stem}-0-0.png", f"{stem}-2-0.png"]

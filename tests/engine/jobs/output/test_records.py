@@ -3,10 +3,10 @@ from __future__ import annotations
 from weftline.engine.jobs.output.manifest import PartRecord, digest, gaps
 
 
-def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0) -> PartRecord:
+def record(part: int = 0, row_number: int = 0, rows: int = 3, revision: int = 0) -> PartRecord:
     return PartRecord(
-        part=part, place=place, rows=rows, file="f", size_bytes=1, sha256="aa", after={}, tally={}, seconds=1.0,
-        revision=revision,
+        part=part, row_number=row_number, rows=rows, file="f", size_bytes=1, sha256="aa", after={}, tally={},
+        seconds=1.0, revision=revision,
     )  # fmt: skip
 
 

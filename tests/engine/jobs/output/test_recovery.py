@@ -15,13 +15,13 @@ from weftline.engine.jobs.output.manifest import MediaRecord, PartRecord
 LAYOUT = ResultLayout("x.parquet.job/", "x.parquet", ".parquet")
 
 
-def record(part: int = 0, place: int = 0, rows: int = 3, revision: int = 0, errors: str = "") -> PartRecord:
+def record(part: int = 0, row_number: int = 0, rows: int = 3, revision: int = 0, errors: str = "") -> PartRecord:
     media = tuple(
         MediaRecord(folder=LAYOUT.media_base(part, one), files=1, size_bytes=1, sha256="") for one in range(revision)
     )
     return PartRecord(
-        part=part, place=place, rows=rows, file=LAYOUT.data_base(part), size_bytes=10, sha256="aa", errors_file=errors,
-        media=media, after={}, tally={}, seconds=1.0, revision=revision,
+        part=part, row_number=row_number, rows=rows, file=LAYOUT.data_base(part), size_bytes=10, sha256="aa",
+        errors_file=errors, media=media, after={}, tally={}, seconds=1.0, revision=revision,
     )  # fmt: skip
 
 

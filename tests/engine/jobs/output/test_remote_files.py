@@ -149,7 +149,7 @@ def test_all_kinds_of_files_do_the_same(kind: str, url: str, tmp_path: Path) -> 
     files.write("deep/er/x", jobs.write(b"one"))
     files.write("deep/er/x", jobs.write(b"three"))
     files.write("deep/y", jobs.write(b""))
-    files.settle("deep/")
+    files.sync_names("deep/")
     assert files.entries("deep/") == ["er/", "y"]
     assert (files.size("deep/er/x"), files.size("deep/y"), files.size("deep/er")) == (5, 0, None)
     files.move("deep/er/x", "deep/er/z")

@@ -321,7 +321,7 @@ class Life(RuleBasedStateMachine):
             elif not done:
                 self.parts = before if not restart or found == before else []
             assert found == self.parts
-            assert [row.place for row in store.error_rows()] == [one for _, places in self.parts for one in places]
+            assert [row.row_number for row in store.error_rows()] == [one for _, places in self.parts for one in places]
 
     at = st.none() | st.integers(0, 60)
     cut = st.none() | st.integers(0, 1000)
@@ -366,7 +366,7 @@ class Life(RuleBasedStateMachine):
 
 
 def rows(part: int, places: tuple[int, ...]) -> list[ErrorRow]:
-    return [ErrorRow(place=one, id=str(one), step="", error="E", reason="r", part=part) for one in places]
+    return [ErrorRow(row_number=one, id=str(one), step="", error="E", reason="r", part=part) for one in places]
 
 
 Life.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True)

@@ -17,11 +17,11 @@ def test_rows_are_merged_in_the_order_of_their_places():
     assert merge_rows(old, [1, 7], new.slice(0, 0), []).equals(old)
 
 
-def test_places_that_do_not_fit_the_rows_are_refused():
+def test_row_numbers_that_do_not_fit_the_rows_are_refused():
     table = pa.table({"x": ["a", "b"]})
-    with pytest.raises(ValueError, match="3 and 2 places for 2 and 2 rows"):
+    with pytest.raises(ValueError, match="3 and 2 row numbers for 2 and 2 rows"):
         merge_rows(table, [0, 1, 2], table, [3, 4])
-    with pytest.raises(ValueError, match="same place"):
+    with pytest.raises(ValueError, match="same number"):
         merge_rows(table, [0, 1], table, [1, 2])
 
 

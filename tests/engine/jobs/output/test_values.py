@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from tests.engine.jobs.output.answers import FAILED, PICTURE, SOUND, block, columns
-from weftline.engine.jobs.output.values import MediaEncoder, Unwritable, settled, to_columns
+from weftline.engine.jobs.output.values import MediaEncoder, Unwritable, to_columns, to_record_batch
 from weftline.engine.jobs.rows import BlockResult
 from weftline.errors import InputError
 
@@ -66,7 +66,7 @@ def test_a_value_that_does_not_fit_makes_its_row_an_error(type, values, reason):
     with pytest.raises(Unwritable, match=reason) as raised:
         to_columns(what, given, block(3))
     assert list(raised.value.errors) == [1]
-    answered, batch = settled(what, given, block(3))
+    answered, batch = to_record_batch(what, given, block(3))
     assert batch.column("y").to_pylist() == ["p", "r"]
     assert list(answered.errors) == [1]
     assert answered.errors[1].error == "StepError"
@@ -74,7 +74,7 @@ def test_a_value_that_does_not_fit_makes_its_row_an_error(type, values, reason):
 
 def test_rows_that_do_not_fit_are_counted_from_the_start_of_the_block():
     given = BlockResult({"x": [None, "a", 1, "b", 2], "y": ["", "", "", 3, 4]}, {0: FAILED})
-    answered, batch = settled(columns({"x": "text", "y": "text"}), given, block(5))
+    answered, batch = to_record_batch(columns({"x": "text", "y": "text"}), given, block(5))
     assert sorted(answered.errors) == [0, 2, 3, 4]
     assert batch.column("x").to_pylist() == ["a"]
     assert answered.errors[0] is FAILED
@@ -91,7 +91,7 @@ def test_media_files_are_named_by_place_and_the_table_has_their_paths():
     outputs = {"p": [PICTURE, None, PICTURE], "l": [[SOUND, None], None, []]}
     with MediaEncoder() as encoder:
         what = columns({"p": "image", "l": "list[audio]"})
-        found = to_columns(what, BlockResult(outputs, {1: FAILED}), block(3, places=[4, 9, 11]), encoder, write)
+        found = to_columns(what, BlockResult(outputs, {1: FAILED}), block(3, row_numbers=[4, 9, 11]), encoder, write)
     assert found.column("p").to_pylist() == [
         "media/part-00003/0000000004-p.png",
         "media/part-00003/0000000011-p.png",
@@ -118,7 +118,7 @@ def test_nothing_is_written_while_a_value_does_not_fit():
         with pytest.raises(Unwritable) as raised:
             to_columns(what, given, block(3), encoder, lambda name, data: written.append(name) or name)
         assert written == []
-        _, batch = settled(what, given, block(3), encoder, lambda name, data: written.append(name) or name)
+        _, batch = to_record_batch(what, given, block(3), encoder, lambda name, data: written.append(name) or name)
     assert sorted(raised.value.errors) == [1, 2]
     assert "output p: wants image" in raised.value.errors[2].reason
     assert written == batch.column("p").to_pylist() == ["0000000000-p.png"]

@@ -48,7 +48,7 @@ class Doubler:
     def figures(self) -> Mapping[str, float]:
         return {"tokens": float(self._rows), "busy:double": 0.5}
 
-    def settle(self) -> None: ...
+    def wait_for_figures(self) -> None: ...
 
     def close(self) -> None:
         self._pool.shutdown()

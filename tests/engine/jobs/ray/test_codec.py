@@ -59,7 +59,7 @@ def test_values_of_every_kind_arrive_as_they_were(values: list[Any]) -> None:
 
 def test_a_block_keeps_part_place_ids_and_places_and_leaves_its_table() -> None:
     block = decode_block(encode_block(block_of([1, 2], [30, 40])))
-    assert (block.part, block.place, list(block.ids), block.place_of(1)) == (1, 5, ["0", "1"], 40)
+    assert (block.part, block.row_number, list(block.ids), block.row_number_of(1)) == (1, 5, ["0", "1"], 40)
     assert block.table.num_columns == 0
 
 

@@ -195,9 +195,9 @@ def test_answers_of_pieces_joined_are_the_answer_of_the_whole(rows: int, pieces:
 
 def test_a_piece_has_the_ids_places_and_columns_of_its_rows() -> None:
     piece = cut(block_of(10), (4, 6))
-    assert (piece.part, piece.place, piece.ids, len(piece)) == (3, 104, ["row 4", "row 5"], 2)
-    assert piece.table.to_pydict() == {"kept": [4, 5]} and piece.place_of(1) == 105
-    assert cut(block_of(10, list(range(0, 100, 10))), (4, 6)).place_of(1) == 50
+    assert (piece.part, piece.row_number, piece.ids, len(piece)) == (3, 104, ["row 4", "row 5"], 2)
+    assert piece.table.to_pydict() == {"kept": [4, 5]} and piece.row_number_of(1) == 105
+    assert cut(block_of(10, list(range(0, 100, 10))), (4, 6)).row_number_of(1) == 50
 
 
 def test_rows_that_were_given_up_are_errors_and_have_no_outputs() -> None:

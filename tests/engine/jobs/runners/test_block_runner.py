@@ -19,14 +19,14 @@ from PIL import Image
 from tests.engine.fire import Gate, descriptors, memory_maps, wait_until
 from weftline.engine.jobs.progress import Tally
 from weftline.engine.jobs.rows import BlockResult, RowBlock, RowError, Unusable, row_error, row_seed
-from weftline.engine.jobs.runners import columns as packing
+from weftline.engine.jobs.runners import packing
 from weftline.engine.jobs.runners import plans as blocked_module
 from weftline.engine.jobs.runners.block_runner import (
     BlockRunner,
     ByteAllowance,
     ahead_of,
+    bisection_ranges,
     count,
-    parts,
 )
 from weftline.engine.jobs.runners.plans import block_plan, block_rows_of
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
@@ -337,7 +337,7 @@ def test_every_row_has_its_own_seed_by_its_place(start: Start, tmp_path: Path) -
         of(7),
         of(8),
     ]
-    block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, places=[5, 90])
+    block = RowBlock(0, 0, ["p", "q"], {"x": ["a", "b"]}, None, row_numbers=[5, 90])
     assert runner.submit(block).result(HUNG_S).outputs["y"] == [
         of(5),
         of(90),
@@ -540,7 +540,7 @@ def test_a_model_that_cannot_be_opened_leaves_nothing_behind(start: Start) -> No
     [(1024, True, [32] * 32), (10, True, [4, 4, 2]), (2, True, [1, 1]), (3, True, [2, 1]), (9, False, [5, 4])],
 )
 def test_rows_that_fail_together_are_asked_in_parts(rows: int, deadly: bool, sizes: list[int]) -> None:
-    found = parts(rows, deadly)
+    found = bisection_ranges(rows, deadly)
     assert [end - start for start, end in found] == sizes
     assert [row for start, end in found for row in range(start, end)] == list(range(rows))
 

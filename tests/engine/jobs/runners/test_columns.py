@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.engine.jobs.runners.columns import ABSENT, FAILED, Column, PackedColumn, own, read
+from weftline.engine.jobs.runners.packing import ABSENT, FAILED, Column, PackedColumn, own, read
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import pack
 from weftline.nodes.detections import Detections

@@ -13,8 +13,8 @@ from PIL import Image
 
 from weftline.engine.inputs import RequestInputs
 from weftline.engine.jobs.rows import RowBlock, RowError, Unusable
-from weftline.engine.jobs.runners import columns as packing
-from weftline.engine.jobs.runners.columns import Packer, Portion, own
+from weftline.engine.jobs.runners import packing
+from weftline.engine.jobs.runners.packing import Packer, Portion, own
 from weftline.errors import InputError, LimitReached
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from weftline.engine.jobs.runners.columns import ABSENT, COLUMN, FAILED, Column, PackedColumn, own, read
+from weftline.engine.jobs.runners.packing import ABSENT, COLUMN, FAILED, Column, PackedColumn, own, read
 from weftline.engine.jobs.runners.rows_node import HeavyRowsNode, RowsConfig, RowsNode
 from weftline.engine.protocol.values import pack
 from weftline.errors import RequestCancelled

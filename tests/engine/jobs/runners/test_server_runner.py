@@ -119,7 +119,7 @@ def test_seeds_belong_to_places_wherever_a_row_stands(server: Served) -> None:
     server.records.clear()
     runner = ServerRunner(server.address, "fails")
     rows = block(x=["a", "b"])
-    runner.submit(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, places=[7, 40])).result(60)
+    runner.submit(RowBlock(0, 0, rows.ids, rows.inputs, rows.table, row_numbers=[7, 40])).result(60)
     runner.close()
     assert {one.ask.seed for one in of_model(server, "fails")} == {row_seed(0, 7), row_seed(0, 40)}
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.engine.jobs.sources.conftest import MAKERS, ROWS, table
 from weftline.engine.jobs.rows import Rows, Source
 from weftline.engine.jobs.sources import media, reader, selection, text_reader
+from weftline.engine.jobs.sources.arrow_readers import HuggingFaceReader, ParquetReader
 from weftline.engine.jobs.sources.reader import Origin
 from weftline.engine.jobs.sources.selection import SelectedSource
 from weftline.engine.jobs.sources.source import open_source
-from weftline.engine.jobs.sources.tables import HuggingFaceReader, ParquetReader
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 
@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def flat(found: list[Rows]) -> list[tuple[int, str, dict[str, Any]]]:
     """Return place, id and values of each row."""
     return [
-        (rows.place + number, rows.ids[number], values)
+        (rows.row_number + number, rows.ids[number], values)
         for rows in found
         for number, values in enumerate(rows.table.to_pylist())
     ]
@@ -88,7 +88,7 @@ def test_reading_on_from_any_position_gives_the_rows_that_were_left(
     for cut in cuts:
         for seen, rows in enumerate(open_source(spec).read(after, place)):
             got.append(rows)
-            after, place = json.loads(json.dumps(rows.after)), rows.place + len(rows)
+            after, place = json.loads(json.dumps(rows.after)), rows.row_number + len(rows)
             if seen >= cut:
                 break
     got += open_source(spec).read(after, place)
@@ -260,7 +260,7 @@ def positions(spec: DataSpec) -> list[tuple[Any, int]]:
     """Return where readings of the data begin, whatever their ids."""
     found: list[tuple[Any, int]] = [(None, 0)]
     for rows in open_source(dataclasses.replace(spec, id=None)).read():
-        found.append((rows.after, rows.place + len(rows)))
+        found.append((rows.after, rows.row_number + len(rows)))
     return found
 
 

@@ -72,7 +72,7 @@ def test_without_a_token_file_everybody_may_do_everything_that_there_is() -> Non
     for method in METHODS:
         assert gate.enter(method, None) is UNRESTRICTED
         assert gate.admit(method, ["Basic nonsense", "twice"]) is UNRESTRICTED
-    assert UNRESTRICTED.admin and UNRESTRICTED.may("anything")
+    assert UNRESTRICTED.admin and UNRESTRICTED.may_use_model("anything")
     with pytest.raises(AccessDenied):
         gate.enter("/inference.GRPCInferenceService/Nothing", None)
 
@@ -128,7 +128,7 @@ def test_a_caller_checks_models_that_are_known_only_later(gate: Gate) -> None:
     caller.check("ocr")
     with pytest.raises(AccessDenied):
         caller.check("assistant")
-    assert not ANONYMOUS.may("ocr") and not ANONYMOUS.admin
+    assert not ANONYMOUS.may_use_model("ocr") and not ANONYMOUS.admin
 
 
 def test_a_token_that_calls_too_often_gets_a_retry_time(gate: Gate, clock: Clock) -> None:
@@ -270,7 +270,7 @@ def test_admit_takes_the_header_as_it_came(gate: Gate) -> None:
     assert gate.admit("HTTP GET /livez", ["nonsense"]) is ANONYMOUS
     assert gate.admit("HTTP GET /livez", ["Bearer wrong"]) is ANONYMOUS
     assert gate.admit("HTTP GET /livez", []) is ANONYMOUS
-    assert gate.admit("/grpc.health.v1.Health/Check", [f"Bearer {TOKENS['web']}"]).may("ocr")
+    assert gate.admit("/grpc.health.v1.Health/Check", [f"Bearer {TOKENS['web']}"]).may_use_model("ocr")
     with pytest.raises(AccessDenied):
         gate.admit(INFER_RPC, [])
     with pytest.raises(AccessDenied):

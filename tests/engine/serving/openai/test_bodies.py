@@ -83,15 +83,15 @@ def test_true_is_not_one_and_one_is_not_true() -> None:
 
 
 def test_log_probabilities_are_asked_for_by_two_fields() -> None:
-    assert chat({}).likeliest is None
-    assert chat({"logprobs": False}).likeliest is None
-    assert chat({"logprobs": True}).likeliest == 0
+    assert chat({}).top_logprobs_count is None
+    assert chat({"logprobs": False}).top_logprobs_count is None
+    assert chat({"logprobs": True}).top_logprobs_count == 0
     assert chat({"logprobs": True, "top_logprobs": 4}).sampling() == {"logprobs": 4}
     for wrong in ({"logprobs": 1}, {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
         with pytest.raises(HttpError) as refused:
             chat(wrong)
         assert refused.value.param == next(reversed(wrong))
-    assert CompletionBody.parse({"model": "m", "prompt": "a", "logprobs": 0}).likeliest == 0
+    assert CompletionBody.parse({"model": "m", "prompt": "a", "logprobs": 0}).top_logprobs_count == 0
 
 
 def test_counts_names_and_options_of_streams_are_checked() -> None:

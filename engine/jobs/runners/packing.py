@@ -1,4 +1,4 @@
-"""Columns: encoding of one port's values for a block of rows, and conversion of a block's inputs.
+"""Packing of a block's inputs: their conversion, and the encoding of one port's values as a column.
 
     +-----------+----------------+---------+------------------+------------------+-- -
     | head size |      head      | padding |  arrays of rows  |  arrays of rows  | ...
