@@ -68,7 +68,7 @@ class NoModel:
         self._form = CpuAttention(page_tokens)
         self._logits = torch.randn(256, VOCABULARY)
 
-    def adapter(self, name: str) -> tuple[int, bytes]:
+    def adapter_slot_and_salt(self, name: str) -> tuple[int, bytes]:
         return 0, b""
 
     def hold_adapter(self, name: str) -> None: ...

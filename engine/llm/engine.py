@@ -101,13 +101,13 @@ class Engine:
     ) -> None:
         """Queue a request; InputError or LimitReached where it is refused."""
         self._check_add(id, params, options)
-        slot, salt = self.runner.adapter(options.adapter)
+        slot, salt = self.runner.adapter_slot_and_salt(options.adapter)
         sequences = to_sequences(
             id, prompt, params, options, vocabulary=self.runner.vocabulary, context_max=self.context_max,
             arrived=self._arrived + 1, now_ms=now_ms, salt=salt, slot=slot, spell=self._spell,
         )  # fmt: skip
         if self.runner.head is not None:
-            sequences[0].whole = self.runner.head.whole
+            sequences[0].skips_prefix_cache = self.runner.head.whole
         request = LlmRequest(id, sequences, options.adapter)
         if self._constraints.start(request):
             self._compiling[id] = request
@@ -365,7 +365,7 @@ class Engine:
             self._schedule.advance(chunk)
             update.finish = "stop"
             return [self._finish(request, sequence, chunk, update)]
-        sequence.whole = False  # its prompt has passed the model; log-probabilities are returned once
+        sequence.skips_prefix_cache = False  # its prompt has passed the model; log-probabilities are returned once
         self._outputs[sequence.order].add(update)
         self._schedule.advance(chunk, update.tokens)
         if self._speculation is not None:

@@ -137,7 +137,7 @@ class RoundExecutor:
         prompts: dict[int, tuple[SampledToken, ...]] = {}
         for chunk in chunks:
             sequence, last = chunk.sequence, row + chunk.rows
-            if sequence.whole and chunk.start < sequence.prompt:
+            if sequence.skips_prefix_cache and chunk.start < sequence.prompt:
                 prompts[sequence.order] = self._prompt_logprobs(chunk, logits[row:last])
                 row = last - 1
             if chunk.samples:

@@ -120,13 +120,13 @@ class Runner:
         if self.graphs is not None:
             self._check_adapters(self.graphs)
             adapted = chunks if self.adapters is not None else ()
-            slots = [chunk.sequence.adapter for chunk in adapted for _ in range(chunk.count)]
+            slots = [chunk.sequence.adapter_slot for chunk in adapted for _ in range(chunk.count)]
             made = self.graphs.logits(spans, tokens, keep, slots)
             if made is not None:
                 return made
         self._form.fill(spans)
         if self.adapters is not None:
-            self.adapters.choose([(s.row, s.row + s.count, chunk.sequence.adapter) for s, chunk in zip(spans, chunks)])
+            self.adapters.choose([(s.row, s.row + s.count, chunk.sequence.adapter_slot) for s, chunk in zip(spans, chunks)])
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
 
@@ -149,7 +149,7 @@ class Runner:
             origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
             draws.append(_draw(sequence, chunk.start + 1))
         self._check_adapters(self.graphs)
-        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in chunks])
+        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter_slot for s in chunks])
         self._flying = {chunk.sequence.order: row for row, chunk in enumerate(chunks)}
         return handle
 
@@ -247,7 +247,7 @@ class Runner:
         """Return whether it sleeps."""
         return self._offloaded is not None
 
-    def adapter(self, name: str) -> tuple[int, bytes]:
+    def adapter_slot_and_salt(self, name: str) -> tuple[int, bytes]:
         """Return the slot of the LoRA adapter `name`, and its salt in the prefix cache."""
         if not name:
             return 0, b""
