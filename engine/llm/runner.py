@@ -126,7 +126,9 @@ class Runner:
                 return made
         self._form.fill(spans)
         if self.adapters is not None:
-            self.adapters.choose([(s.row, s.row + s.count, chunk.sequence.adapter_slot) for s, chunk in zip(spans, chunks)])
+            self.adapters.choose(
+                [(s.row, s.row + s.count, chunk.sequence.adapter_slot) for s, chunk in zip(spans, chunks)]
+            )
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
 
