@@ -65,10 +65,10 @@ class NoModel:
         self.asleep = False
         self.device = torch.device("cpu")
         self.drawing_s = 0.0
-        self._form = CpuAttention(page_tokens)
+        self._backend = CpuAttention(page_tokens)
         self._logits = torch.randn(256, VOCABULARY)
 
-    def adapter(self, name: str) -> tuple[int, bytes]:
+    def adapter_slot_and_salt(self, name: str) -> tuple[int, bytes]:
         return 0, b""
 
     def hold_adapter(self, name: str) -> None: ...
@@ -86,7 +86,7 @@ class NoModel:
             tokens += chunk.tokens if count > 1 else chunk.sequence.tokens[start : start + 1]
             places += range(start, start + count)
             keep += range(row + count - chunk.rows, row + count)
-        self._form.fill(spans)
+        self._backend.fill(spans)
         torch.tensor([tokens, places])
         torch.tensor(keep)
         return self._logits[: len(keep)]

@@ -1,7 +1,7 @@
 """Guardrail node: allows, replaces or blocks text by rules and an optional classifier.
 
 Whole texts are judged in batches. Streamed text is judged as it arrives and released in chunks (`HoldBack`). On a
-violation the step ends, and so do steps whose outputs no other step reads.
+violation with `replace` or `block` the step ends. Its source is cancelled unless an output or another step reads it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class GuardrailConfig:
     threshold:  least probability of the classifier that counts.
     chars_max:  longest text, in characters; a longer one fails its request, since unjudged text is never released.
     window_chars: characters of a streamed text that are held back while more may follow. Text that may still become a
-                match is held back longer: a run of characters without spaces until it ends.
+                match is held back longer: up to the longest reach of a rule, or the current run of ASCII characters
+                without spaces.
     judge_every_chars: new characters of a streamed text after which the classifier runs again; it also runs at the end.
                 Its input is the new text with at least 1 000 characters before it.
     """
@@ -161,7 +162,7 @@ class Guardrail(BatchNode, StreamNode):
                 pieces.append(Piece(item, last=True, error=_too_long(held.chars, limit)))
                 self.cancel(item)
                 continue
-            text = held.released()
+            text = held.take_released()
             if text and item not in self._anew:
                 pieces.append(Piece(item, {"text": text}))
             if held.ended is not None:
@@ -176,9 +177,9 @@ class Guardrail(BatchNode, StreamNode):
 
     def _classify(self, texts: Sequence[HoldBack]) -> None:
         """Run the classifier once on all texts that are due."""
-        due = [(held, text) for held in texts if (text := held.to_judge()) is not None]
+        due = [(held, text) for held in texts if (text := held.text_to_classify()) is not None]
         for (held, _), scores in zip(due, self._scores([text for _, text in due]), strict=True):
-            held.judged(scores)
+            held.record_scores(scores)
 
     @classmethod
     def can_rest(cls, config: GuardrailConfig, step: StepContext) -> bool:

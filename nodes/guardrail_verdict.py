@@ -5,7 +5,7 @@ or when the classifier's score for the label of that name reaches the threshold.
 found, because verdicts may be logged.
 
     chunks arrive     add("... my card is 41"), add("11 1111 ...")
-    text is released  released() -> "... my card is ", up to the position where further text can change a match
+    text is released  take_released() -> "... my card is ", up to the position where further text can change a match
     a violation       `ended` is set: released text stays, the rest is replaced by the message or dropped
 
 Released text cannot be recalled. Text that may still become a match is therefore held back, with all that follows it:
@@ -133,7 +133,7 @@ class HoldBack:
         self._whole = False
         self._hits: list[tuple[int, Hit]] = []  # settled, and not processed yet
         self._at = 0  # end of the released or replaced text
-        self._judged = 0  # end of the classified text
+        self._classified_to = 0  # end of the classified text
         self._out: list[str] = []
         self._returned = 0  # how many of them were returned
         self._stop = ""  # action that follows from the classifier's scores
@@ -161,16 +161,20 @@ class HoldBack:
         """Mark the text as complete."""
         self._whole = True
 
-    def to_judge(self) -> str | None:
+    def text_to_classify(self) -> str | None:
         """Return the text to classify now; None if there is none."""
-        new = len(self._text) - self._judged
-        if not self._every or self.ended or not (new >= self._every or (self._whole and (new or not self._judged))):
+        new = len(self._text) - self._classified_to
+        if (
+            not self._every
+            or self.ended
+            or not (new >= self._every or (self._whole and (new or not self._classified_to)))
+        ):
             return None
-        return self._text[max(0, self._judged - self._window - CONTEXT_CHARS) :]
+        return self._text[max(0, self._classified_to - self._window - CONTEXT_CHARS) :]
 
-    def judged(self, scores: Mapping[str, float]) -> None:
-        """Record the classifier's probabilities by label for the text that `to_judge` returned."""
-        self._judged = len(self._text)
+    def record_scores(self, scores: Mapping[str, float]) -> None:
+        """Record the classifier's probabilities by label for the text that `text_to_classify` returned."""
+        self._classified_to = len(self._text)
         watched = self._policy.block | self._policy.redact
         for label, score in scores.items():
             self._scores[label] = max(score, self._scores.get(label, 0.0))
@@ -182,7 +186,7 @@ class HoldBack:
             # A classifier gives no position: a category to redact replaces the whole text.
             self._stop = self._policy.on_violation if blocked else "replace"
 
-    def released(self) -> str:
+    def take_released(self) -> str:
         """Return newly released text; sets `ended` on a violation or when the complete text was released."""
         grown = len(self._unseen) * SCAN_SHARE >= len(self._text) - self._at - 2 * self._window
         if self.ended is None and (grown or self._whole or self._stop):
@@ -211,7 +215,7 @@ class HoldBack:
             return self._scan.length
         limit = min(self._scan.settled, self._scan.length - self._window)
         if self._every:
-            limit = min(limit, self._scan.index(self._judged) - self._window)
+            limit = min(limit, self._scan.index(self._classified_to) - self._window)
         return max(limit, 0)
 
     def _pass(self, limit: int) -> None:

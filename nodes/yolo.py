@@ -17,11 +17,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from weftline.errors import ModelError
 from weftline.node import Batch, BatchNode, ConfigError, Detections, OpenContext, Outputs, Ports, StepContext, port
+from weftline.nodes.contract import model_error
 from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.model_file import find_model
-from weftline.nodes.yolo_file import STRIDE, Detector, load_folder, load_pickle, quiet_ultralytics, read_config
+from weftline.nodes.model_file import check_safetensors, find_model
+from weftline.nodes.yolo_file import (
+    STRIDE,
+    WIDTH_MAX,
+    Detector,
+    load_folder,
+    load_pickle,
+    quiet_ultralytics,
+    read_config,
+)
 from weftline.shm.device.names import is_gpu
 
 if TYPE_CHECKING:
@@ -106,7 +116,7 @@ class YoloConfig:
     confidence:     minimum score of a detection; None: the model's own, or 0.25.
     iou:            overlap above which the weaker of two detections of a class is dropped; None: the model's own.
     detections_max: most detections of one picture, up to 30 000.
-    image_size:     side of the letterbox square, a multiple of 32; None: the model's own.
+    image_size:     side of the letterbox square, a multiple of 32 up to 8192; None: the model's own.
     trust_pickle:   a .pt file is a pickle, which can run any code when it is loaded. True: this one is trusted.
     """
 
@@ -139,11 +149,15 @@ class Yolo(BatchNode):
                 inside = sorted(one.name for one in path.glob("*.pt"))
                 fix = f"name the file, {config.model}/{inside[0]}" if inside else ""
                 raise ConfigError("model", f"the folder {config.model} has no config.json", _EXPECTED, fix)
-            read_config(path, config.model)
-            if not (path / "model.safetensors").is_file():
-                raise ConfigError("model", f"the folder {config.model} has no model.safetensors")
+            try:
+                read_config(path, config.model)
+                if not (path / "model.safetensors").is_file():
+                    raise ModelError(f"the folder {config.model} has no model.safetensors")
+                check_safetensors(path / "model.safetensors", f"{config.model}/model.safetensors")
+            except ModelError as error:
+                raise ConfigError("model", str(error)) from None
         else:
-            _check_pickle(config, path)
+            _check_pt_option(config, path)
         _check_numbers(config)
         return Ports(
             inputs=(port("image", "image", about="the picture"),),
@@ -155,7 +169,10 @@ class Yolo(BatchNode):
         return frozenset({"image"})
 
     def open(self, context: OpenContext) -> None:
-        self.ports(self.config, StepContext(context.base_dir))
+        try:
+            self.ports(self.config, StepContext(context.base_dir))
+        except ConfigError as error:
+            raise model_error(error) from None
         path = find_model(self.config.model, context.base_dir)
         quiet_ultralytics(context.cache_dir, offline=path is not None)
         context.progress("reading weights", 0.1)
@@ -256,16 +273,16 @@ class Yolo(BatchNode):
 _EXPECTED = "a weftline-yolo folder, or ultralytics weights (.pt)"
 
 
-def _check_pickle(config: YoloConfig, path: Path | None) -> None:
+def _check_pt_option(config: YoloConfig, path: Path | None) -> None:
     if not config.model.endswith(".pt"):
         found = f"there is no {config.model}" if path is None else f"{config.model} is neither a folder nor a .pt file"
         raise ConfigError("model", found, _EXPECTED)
+    if path is None and "/" in config.model:
+        raise ConfigError("model", f"there is no file {config.model}", fix="paths are relative to the pipeline file")
     if not config.trust_pickle:
         found = f"{config.model} is a pickle: loading it can run any code that was put in it"
         fix = "set trust_pickle: true if you trust where it came from, or use a weftline-yolo folder"
         raise ConfigError("model", found, "a folder with model.safetensors and config.json", fix)
-    if path is None and "/" in config.model:
-        raise ConfigError("model", f"there is no file {config.model}", fix="paths are relative to the pipeline file")
 
 
 def _check_numbers(config: YoloConfig) -> None:
@@ -275,5 +292,6 @@ def _check_numbers(config: YoloConfig) -> None:
             raise ConfigError(option, f"{value}", "from 0 to 1")
     if not 1 <= config.detections_max <= DETECTIONS_MAX:
         raise ConfigError("detections_max", f"{config.detections_max}", f"a count from 1 to {DETECTIONS_MAX}")
-    if config.image_size is not None and (config.image_size < STRIDE or config.image_size % STRIDE):
-        raise ConfigError("image_size", f"{config.image_size}", f"a multiple of {STRIDE}")
+    size = config.image_size
+    if size is not None and (not STRIDE <= size <= WIDTH_MAX or size % STRIDE):
+        raise ConfigError("image_size", f"{size}", f"a multiple of {STRIDE} up to {WIDTH_MAX}")

@@ -47,7 +47,7 @@ class Span:
     table: PageTable
 
 
-class AttentionForm(Protocol):
+class AttentionBackend(Protocol):
     """Attention of one device; shared by all layers, and filled before each round."""
 
     def fill(self, spans: Sequence[Span]) -> None:
@@ -77,7 +77,7 @@ class LayerPages:
     seen:         how often the layer attended before it had pages; a decoder layer does so once.
     """
 
-    form: AttentionForm
+    form: AttentionBackend
     keys: Tensor | None = None
     values: Tensor | None = None
     seen: int = 0
@@ -115,7 +115,7 @@ def _resized(memory: Tensor | None, slots: int) -> Tensor | None:
     return made
 
 
-def attach_pages(model: torch.nn.Module, form: AttentionForm) -> list[LayerPages]:
+def attach_pages(model: torch.nn.Module, form: AttentionBackend) -> list[LayerPages]:
     """Attach a LayerPages to every module of `model`; one forward marks those that attend as `seen`."""
     seats = []
     for module in model.modules():
@@ -195,7 +195,7 @@ def check_kind(config: Any, shown: str) -> None:
 
 
 def find_layers(
-    model: Any, form: AttentionForm, forward: Callable[[list[int], list[int], list[int]], Tensor]
+    model: Any, form: AttentionBackend, forward: Callable[[list[int], list[int], list[int]], Tensor]
 ) -> list[LayerPages]:
     """Return the LayerPages of a model's attention layers, in order; ModelError if it cannot be paged.
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.counters import EngineStats
 from weftline.engine.llm.executor import ChunkResult, RoundExecutor, RoundInFlight
 from weftline.engine.llm.kv_cache import PageCounts, PrefixCache
@@ -31,6 +30,7 @@ from weftline.engine.llm.request import (
     check_params,
     to_sequences,
 )
+from weftline.engine.llm.request_grammars import RequestGrammars
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import Round, RoundLimits, Schedule, ScheduledChunk
 from weftline.engine.llm.sequence import LIVE, Sequence
@@ -53,16 +53,16 @@ class Engine:
         limits: RoundLimits | None = None,
         prefix_cache: bool = True,
         speculation: Speculation | None = None,
-        constraints: Constraints | None = None,
+        grammars: RequestGrammars | None = None,
     ) -> None:
         self.runner = runner
         self.tokens = tokens
         self._cache = PrefixCache(runner.pages, runner.page_tokens, prefix_cache)
         self._schedule = Schedule(limits or RoundLimits(), self._cache)
         self._speculation = speculation
-        self._constraints = constraints or Constraints(None)
+        self._grammars = grammars or RequestGrammars(None)
         self._prefill_limit = BatchSizeLimit(self._schedule.limits.tokens_max, runner.page_tokens)
-        self._executor = RoundExecutor(runner, self._constraints, self._prefill_limit)
+        self._executor = RoundExecutor(runner, self._grammars, self._prefill_limit)
         self._pages_at_wake = runner.pages
         on_cpu = runner.device.type == "cpu"
         self._pace: Pace = StretchedPace() if on_cpu else BalancedPace(self._schedule.limits.tokens_max)
@@ -101,15 +101,15 @@ class Engine:
     ) -> None:
         """Queue a request; InputError or LimitReached where it is refused."""
         self._check_add(id, params, options)
-        slot, salt = self.runner.adapter(options.adapter)
+        slot, salt = self.runner.adapter_slot_and_salt(options.adapter)
         sequences = to_sequences(
             id, prompt, params, options, vocabulary=self.runner.vocabulary, context_max=self.context_max,
             arrived=self._arrived + 1, now_ms=now_ms, salt=salt, slot=slot, spell=self._spell,
         )  # fmt: skip
         if self.runner.head is not None:
-            sequences[0].whole = self.runner.head.whole
+            sequences[0].skips_prefix_cache = self.runner.head.whole
         request = LlmRequest(id, sequences, options.adapter)
-        if self._constraints.start(request):
+        if self._grammars.start(request):
             self._compiling[id] = request
         else:
             self._schedule.add(sequences[0])
@@ -254,7 +254,7 @@ class Engine:
 
     def close(self) -> None:
         """End the grammar compiler and the processes of a tensor-parallel model."""
-        self._constraints.close()
+        self._grammars.close()
         self.runner.close()
 
     def clear_prefixes(self) -> None:
@@ -302,7 +302,7 @@ class Engine:
         for id in list(self._compiling):
             request = self._compiling[id]
             try:
-                ready = self._constraints.is_ready(request, wait=idle)
+                ready = self._grammars.is_ready(request, wait=idle)
             except WeftlineError as error:
                 updates.append(self._fail(request, TokenUpdate(id, error=error, last=True)))
                 continue
@@ -365,7 +365,7 @@ class Engine:
             self._schedule.advance(chunk)
             update.finish = "stop"
             return [self._finish(request, sequence, chunk, update)]
-        sequence.whole = False  # its prompt has passed the model; log-probabilities are returned once
+        sequence.skips_prefix_cache = False  # its prompt has passed the model; log-probabilities are returned once
         self._outputs[sequence.order].add(update)
         self._schedule.advance(chunk, update.tokens)
         if self._speculation is not None:
@@ -412,7 +412,7 @@ class Engine:
         request.sequences.remove(sequence)
         self._schedule.leave(sequence, event)
         self._outputs.pop(sequence.order)
-        self._constraints.drop(sequence)
+        self._grammars.drop(sequence)
         if self._speculation is not None:
             self._speculation.drop(sequence)
         if not request.sequences:

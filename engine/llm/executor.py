@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.request import SampledToken, TokenUpdate
+from weftline.engine.llm.request_grammars import RequestGrammars
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.schedule import Round, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence
@@ -62,9 +62,9 @@ class RoundInFlight:
 class RoundExecutor:
     """Runs rounds of `runner` and samples tokens. prefill_limit: limits the prompt tokens of a round."""
 
-    def __init__(self, runner: Runner, constraints: Constraints, prefill_limit: BatchSizeLimit) -> None:
+    def __init__(self, runner: Runner, grammars: RequestGrammars, prefill_limit: BatchSizeLimit) -> None:
         self._runner = runner
-        self._constraints = constraints
+        self._grammars = grammars
         self._prefill_limit = prefill_limit
         self._sampler = Sampler(runner.ends, runner.vocabulary)
 
@@ -117,7 +117,7 @@ class RoundExecutor:
     def launch(self, round: Round) -> RoundInFlight | None:
         """Start a round without waiting for it; None where the device cannot sample all its tokens by itself."""
         runner = self._runner
-        if runner.graphs is None or runner.head is not None or self._constraints.any:
+        if runner.graphs is None or runner.head is not None or self._grammars.any:
             return None
         if not 0 < len(round.chunks) <= runner.graphs.sequences_max:
             return None
@@ -137,15 +137,15 @@ class RoundExecutor:
         prompts: dict[int, tuple[SampledToken, ...]] = {}
         for chunk in chunks:
             sequence, last = chunk.sequence, row + chunk.rows
-            if sequence.whole and chunk.start < sequence.prompt:
+            if sequence.skips_prefix_cache and chunk.start < sequence.prompt:
                 prompts[sequence.order] = self._prompt_logprobs(chunk, logits[row:last])
                 row = last - 1
             if chunk.samples:
                 for at in range(last - row):
-                    rows.append(Row(sequence, chunk.draft[:at], self._constraints.matcher(sequence)))
+                    rows.append(Row(sequence, chunk.draft[:at], self._grammars.matcher(sequence)))
                     places.append(row + at)
                 for child in sequence.forks:
-                    rows.append(Row(child, (), self._constraints.matcher(child)))
+                    rows.append(Row(child, (), self._grammars.matcher(child)))
                     places.append(row)
             row = last
         if places != list(range(logits.shape[0])):
@@ -165,8 +165,8 @@ class RoundExecutor:
 
     def _sample_plain(self, chunks: SequenceOf[ScheduledChunk], logits: Tensor) -> list[ChunkResult]:
         """Sample a round that only decodes: most rounds, and the latency-critical ones."""
-        if self._constraints.any:
-            matcher = self._constraints.matcher
+        if self._grammars.any:
+            matcher = self._grammars.matcher
             sampled = self._sampler.pick(logits, [Row(c.sequence, (), matcher(c.sequence)) for c in chunks])
             return [(chunk, self._to_updates(chunk, [one])) for chunk, one in zip(chunks, sampled, strict=True)]
         results: list[ChunkResult] = []
@@ -200,8 +200,8 @@ class RoundExecutor:
         if sequence.params.logprobs is not None:
             update.logprobs = tuple(sampled)
         for token in update.tokens:
-            self._constraints.accept(sequence, token)
-        update.finish = "stop" if self._constraints.complete(sequence) else None
+            self._grammars.accept(sequence, token)
+        update.finish = "stop" if self._grammars.finished(sequence) else None
         return update
 
     def _prompt_logprobs(self, chunk: ScheduledChunk, logits: Tensor) -> tuple[SampledToken, ...]:

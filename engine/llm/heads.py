@@ -35,7 +35,7 @@ UNFINISHED_MAX = 4096
 class Head(Protocol):
     """Computes an embedding or scores from the chunks of a prompt.
 
-    whole: it reads every token of the prompt, so the prefix cache is not used (`Sequence.whole`).
+    whole: it reads every token of the prompt, so the prefix cache is not used (`Sequence.skips_prefix_cache`).
     width: length of its result.
     """
 

@@ -7,8 +7,8 @@ order; sequences with a common prefix share pages. At every moment each page is
     idle   in no table, but registered in the prefix cache, or
     free.
 
-and used + idle + free = all. When free pages run out, idle ones are evicted: lowest retention priority first, least
-recently used among equals (`weftline.engine.llm.retention`).
+and used + idle + free = all. When too few adjacent pages are free, idle ones are evicted: lowest retention priority
+first, least recently used among equals (`weftline.engine.llm.retention`).
 
 A shared page is read-only. A sequence that must write to one first replaces it with a page of its own (`try_own`,
 copy-on-write).
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weftline.engine.llm.retention import USUAL, IdlePages, Worth, worth
+from weftline.engine.llm.retention import USUAL, IdlePages, PagePriority, page_priority
 
 if TYPE_CHECKING:
     from weftline.engine.llm.sequence import Sequence
@@ -92,7 +92,7 @@ class PagePool:
         self._evicted = evicted
         self._map = bytearray(pages)
         self._references = [0] * pages
-        self._kept: dict[int, Worth] = {}
+        self._kept: dict[int, PagePriority] = {}
         self._idle = IdlePages()
         self._free = pages
         self.now_ms = 0.0
@@ -173,10 +173,13 @@ class PagePool:
         table._replace(index, new)
         return old, new
 
-    def keep(self, page: int, worth: Worth = USUAL) -> None:
-        """Register `page` as cached: when released it becomes idle instead of free."""
-        best = self._kept.get(page)
-        self._kept[page] = worth if best is None or worth.priority >= best.priority else best
+    def keep(self, page: int, priority: PagePriority = USUAL) -> None:
+        """Register `page` as cached: when released it becomes idle instead of free.
+
+        Of two priorities the one that is higher now applies; of equal ones the one that lasts longer.
+        """
+        before = self._kept.get(page, priority)
+        self._kept[page] = max(before, priority, key=lambda one: one.rank(self.now_ms))
 
     def resize(self, pages: int) -> int:
         """Grow or shrink to `pages`, but not below the last used page; return the new size.
@@ -230,7 +233,7 @@ class PagePool:
         return sorted(found)
 
     def _evict(self, must: int, wanted: int) -> None:
-        """Evict idle pages until `must` are free, and then up to `wanted` so that they are adjacent."""
+        """Evict idle pages until `must` are free, and then up to `wanted` in the hope that some become adjacent."""
         if self._free >= must and self._map.find(bytes(must)) >= 0:
             return
         while self._idle and self._free < wanted:
@@ -289,7 +292,7 @@ class PrefixCache:
         """Add the cached pages of a sequence's prefix to its table; at least one token is left to compute."""
         if sequence.table.pages or sequence.computed:
             raise RuntimeError(f"sequence {sequence.id} joins with {len(sequence.table.pages)} pages; expected none")
-        if not self.enabled or sequence.whole:
+        if not self.enabled or sequence.skips_prefix_cache:
             return
         for index in range((len(sequence.tokens) - 1) // self.pool.page_tokens):
             page = self._pages.get(self._key(sequence, index))
@@ -298,8 +301,8 @@ class PrefixCache:
             self.pool.share(sequence.table, page)
             if sequence.retention:
                 start = index * self.pool.page_tokens
-                what = worth(sequence.retention, start, start + self.pool.page_tokens, self.pool.now_ms)
-                self.pool.keep(page, what)
+                stop = start + self.pool.page_tokens
+                self.pool.keep(page, page_priority(sequence.retention, start, stop, self.pool.now_ms))
         sequence.computed = len(sequence.table.pages) * self.pool.page_tokens
 
     def count(self, sequence: Sequence) -> None:
@@ -319,7 +322,7 @@ class PrefixCache:
                 start = index * size
                 self._pages[key] = page
                 self._keys[page] = key
-                self.pool.keep(page, worth(sequence.retention, start, start + size, self.pool.now_ms))
+                self.pool.keep(page, page_priority(sequence.retention, start, start + size, self.pool.now_ms))
 
     def counts(self) -> PrefixCounts:
         return PrefixCounts(self._asked, self._hit)

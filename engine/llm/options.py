@@ -21,6 +21,8 @@ DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
 LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
 """Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
+ADAPTERS_MAX = 8
+"""Most LoRA adapters of a step: each layer reserves memory for all of them."""
 _WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "draft_tokens_max", "ranks")
 
 
@@ -65,7 +67,7 @@ class LlmConfig:
     draft_tokens_max: int = 5
     """Most draft tokens per round."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """LoRA adapters, {name: folder}; a request's `adapter` input names one of them."""
+    """LoRA adapters, {name: folder}, at most 8; a request's `adapter` input names one of them."""
     fuse: bool = True
     """Merge weights at load where results stay the same: fewer and larger matrix products."""
     ranks: int = 1
@@ -96,6 +98,8 @@ def check_options(config: LlmConfig) -> None:
         value = getattr(config, option)
         if value is not None and value > most:
             raise ConfigError(option, f"found {value}", f"at most {most}")
+    if len(config.adapters) > ADAPTERS_MAX:
+        raise ConfigError("adapters", f"found {len(config.adapters)}", f"at most {ADAPTERS_MAX}")
     if config.context_max == 1:
         raise ConfigError("context_max", "found 1", "a whole number from 2: one prompt token and one answer token")
     choices = {

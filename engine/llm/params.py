@@ -21,6 +21,8 @@ STOPS_MAX = 32
 """Most stop strings, and most stop tokens, of one request; every new piece of text is searched for each of them."""
 STOP_CHARS_MAX = 256
 """Longest stop string, in characters: as much text may be held back from a stream."""
+CHOICES_MAX = 1024
+"""Most texts of `choice`."""
 ALLOWED_MAX = 4096
 """Most entries of `allowed_token_ids` and of `logit_bias`."""
 BAD_WORDS_MAX = 256
@@ -157,7 +159,7 @@ _LISTS = {
     "stop_token_ids": STOPS_MAX,
     "allowed_token_ids": ALLOWED_MAX,
     "bad_words": BAD_WORDS_MAX,
-    "choice": ALLOWED_MAX,
+    "choice": CHOICES_MAX,
 }
 _CONSTRAINTS = {"json_schema": None, "json_object": False, "regex": None, "grammar": None, "choice": ()}
 """The keys that constrain an answer, with the value by which each is off."""

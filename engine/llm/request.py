@@ -159,13 +159,13 @@ def to_sequences(
             index=index,
             seed=(seed + index * SEED_STEP) % (1 << 63),
             banned=banned,
-            adapter=slot,
+            adapter_slot=slot,
             retention=options.retention,
             own_salt=options.salt,
             shared=options.shared,
         )
         for index in range(params.n)
     ]
-    made[0].whole = params.prompt_logprobs is not None
+    made[0].skips_prefix_cache = params.prompt_logprobs is not None
     made[0].forks = tuple(made[1:])
     return made

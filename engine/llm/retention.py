@@ -54,7 +54,7 @@ def read_retention(value: object) -> tuple[Retention, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class PagePriority:
     """Priority of a page until `until_ms`, and PRIORITY_USUAL from then on."""
 
     priority: int = PRIORITY_USUAL
@@ -63,26 +63,30 @@ class Worth:
     def at(self, now_ms: float) -> int:
         return self.priority if self.until_ms is None or now_ms < self.until_ms else PRIORITY_USUAL
 
+    def rank(self, now_ms: float) -> tuple[int, bool, float]:
+        """Return the key by which priorities of one page are compared: first the priority, then the duration."""
+        return self.at(now_ms), self.until_ms is None, self.until_ms or 0.0
 
-USUAL = Worth()
+
+USUAL = PagePriority()
 
 
-def worth(ranges: Iterable[Retention], start: int, stop: int, now_ms: float) -> Worth:
-    """Return what a page of tokens `start` to `stop` is worth: the best of the ranges that reach into it."""
+def page_priority(ranges: Iterable[Retention], start: int, stop: int, now_ms: float) -> PagePriority:
+    """Return the priority of a page of tokens `start` to `stop`: the highest of the ranges that overlap it."""
     best = [one for one in ranges if one.start < stop and (one.stop is None or start < one.stop)]
     if not best:
         return USUAL
     one = max(best, key=lambda r: (r.priority, r.duration_ms is None, r.duration_ms or 0.0))
-    return Worth(one.priority, None if one.duration_ms is None else now_ms + one.duration_ms)
+    return PagePriority(one.priority, None if one.duration_ms is None else now_ms + one.duration_ms)
 
 
 class IdlePages:
     """Idle pages in eviction order."""
 
     def __init__(self) -> None:
-        self._by_priority: dict[int, OrderedDict[int, Worth]] = {}
+        self._by_priority: dict[int, OrderedDict[int, PagePriority]] = {}
         self._priority: dict[int, int] = {}
-        self._ends = False  # whether any page's worth ends some time
+        self._ends = False  # whether any page's priority expires
 
     def __len__(self) -> int:
         return len(self._priority)
@@ -93,7 +97,7 @@ class IdlePages:
     def __iter__(self) -> Iterator[int]:
         return iter(self._priority)
 
-    def add(self, page: int, what: Worth, now_ms: float) -> None:
+    def add(self, page: int, what: PagePriority, now_ms: float) -> None:
         """Add a page as the most recently used of its priority."""
         priority = what.at(now_ms)
         self._by_priority.setdefault(priority, OrderedDict())[page] = what

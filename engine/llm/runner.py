@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.attention import AttentionForm, Span, find_layers
+from weftline.engine.llm.attention import AttentionBackend, Span, find_layers
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
@@ -55,13 +55,13 @@ class Runner:
         self.vocabulary = int(config.vocab_size)
         self.ends = _ends(model)
         self.context_max = _context(config, options.context_max)
-        self._form = self._choose_form()
+        self._backend = self._choose_backend()
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.graphs: DecodeGraphs | None = None
         self._flying: dict[int, int] = {}  # row of each sequence in the last launched round
         self.fusion = place(self.model, options, unread)
         with torch.inference_mode():
-            layers = find_layers(self.model, self._form, self._forward)
+            layers = find_layers(self.model, self._backend, self._forward)
         kv_dtype = torch.float8_e4m3fn if options.kv_dtype == "fp8" else model.dtype
         like = torch.empty(0, dtype=kv_dtype, device=self.device)
         self.token_bytes = sum(layer.kv_heads * sum(layer.widths) for layer in layers) * like.element_size()
@@ -73,9 +73,9 @@ class Runner:
         self._adapters_version = 0
         self.head: Any = None
         self._bind()
-        if isinstance(self._form, GpuAttention) and options.graphs:
+        if isinstance(self._backend, GpuAttention) and options.graphs:
             capture = CudaCapture(self.device) if self.device.type == "cuda" else None
-            self.graphs = DecodeGraphs(self._form, model_forward(self.model, self._choose_adapters), capture=capture)
+            self.graphs = DecodeGraphs(self._backend, model_forward(self.model, self._choose_adapters), capture=capture)
 
     @classmethod
     def open(
@@ -120,13 +120,15 @@ class Runner:
         if self.graphs is not None:
             self._check_adapters(self.graphs)
             adapted = chunks if self.adapters is not None else ()
-            slots = [chunk.sequence.adapter for chunk in adapted for _ in range(chunk.count)]
+            slots = [chunk.sequence.adapter_slot for chunk in adapted for _ in range(chunk.count)]
             made = self.graphs.logits(spans, tokens, keep, slots)
             if made is not None:
                 return made
-        self._form.fill(spans)
+        self._backend.fill(spans)
         if self.adapters is not None:
-            self.adapters.choose([(s.row, s.row + s.count, chunk.sequence.adapter) for s, chunk in zip(spans, chunks)])
+            self.adapters.choose(
+                [(s.row, s.row + s.count, chunk.sequence.adapter_slot) for s, chunk in zip(spans, chunks)]
+            )
         logits = self._forward(tokens, places, keep or [0])
         return logits[: len(keep)].float()
 
@@ -149,7 +151,7 @@ class Runner:
             origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
             draws.append(_draw(sequence, chunk.start + 1))
         self._check_adapters(self.graphs)
-        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter for s in chunks])
+        handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter_slot for s in chunks])
         self._flying = {chunk.sequence.order: row for row, chunk in enumerate(chunks)}
         return handle
 
@@ -213,11 +215,11 @@ class Runner:
         """
         if has_own_memory(self.device):
             adapters = self.adapters.tensors if self.adapters is not None else ()
-            buffers = self._form.buffers.on_device if isinstance(self._form, GpuAttention) else ()
+            buffers = self._backend.buffers.on_device if isinstance(self._backend, GpuAttention) else ()
             kept = (*self.model.parameters(), *self.model.buffers(), *adapters)
             self._offloaded = OffloadedTensors.offload(self.device, kept, buffers)
-            if isinstance(self._form, GpuAttention):
-                self._form.buffers.forget()
+            if isinstance(self._backend, GpuAttention):
+                self._backend.buffers.forget()
         else:
             self._offloaded = OffloadedTensors()
         if self.graphs is not None:
@@ -247,7 +249,7 @@ class Runner:
         """Return whether it sleeps."""
         return self._offloaded is not None
 
-    def adapter(self, name: str) -> tuple[int, bytes]:
+    def adapter_slot_and_salt(self, name: str) -> tuple[int, bytes]:
         """Return the slot of the LoRA adapter `name`, and its salt in the prefix cache."""
         if not name:
             return 0, b""
@@ -287,7 +289,7 @@ class Runner:
             found = self.pages * self.page_bytes
             raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
 
-    def _choose_form(self) -> AttentionForm:
+    def _choose_backend(self) -> AttentionBackend:
         size = self.options.page_tokens
         if self.options.form == "cpu" or (self.options.form == "auto" and self.device.type == "cpu"):
             return CpuAttention(size)

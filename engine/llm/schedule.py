@@ -63,7 +63,7 @@ class ScheduledChunk:
     @property
     def plain(self) -> bool:
         """Return whether it is one token of a decoding sequence without draft tokens, as most chunks are."""
-        return self.count == 1 and self.samples and not self.sequence.forks and not self.sequence.whole
+        return self.count == 1 and self.samples and not self.sequence.forks and not self.sequence.skips_prefix_cache
 
     @property
     def tokens(self) -> list[int]:
@@ -73,7 +73,7 @@ class ScheduledChunk:
     @property
     def rows(self) -> int:
         """Return the number of its tokens, from the end, whose logits are needed."""
-        if self.sequence.whole and self.start < self.sequence.prompt:
+        if self.sequence.skips_prefix_cache and self.start < self.sequence.prompt:
             return self.count
         return 1 + len(self.draft) if self.samples else 0
 

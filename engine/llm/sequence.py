@@ -64,8 +64,8 @@ class Sequence:
     index:     number of the answer within its request.
     seed:      seed of its random draws, together with each token's position.
     banned:    token sequences that its answer must not contain.
-    adapter:   slot of its LoRA adapter in the runner; 0: none.
-    whole:     every prompt token must pass the model: the prefix cache is not used.
+    adapter_slot: slot of its LoRA adapter in the runner; 0: none.
+    skips_prefix_cache: every prompt token must pass the model.
     forks:     further answers to the same prompt, which fork when it is computed.
     retention: how long parts of the prompt stay in the prefix cache.
     """
@@ -93,8 +93,8 @@ class Sequence:
     index: int = 0
     seed: int = 0
     banned: tuple[tuple[int, ...], ...] = ()
-    adapter: int = 0
-    whole: bool = False
+    adapter_slot: int = 0
+    skips_prefix_cache: bool = False
     forks: tuple[Sequence, ...] = ()
     retention: tuple[Retention, ...] = ()
     own_salt: bytes = b""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.heads import open_head
 from weftline.engine.llm.kv_sizing import TorchMeter, fill_device
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.options import LlmConfig, round_limits
+from weftline.engine.llm.request_grammars import RequestGrammars
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
@@ -49,7 +49,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
         models = [runner] if draft is None else [runner, draft]
         fill_device(models, limits, context.memory_limit, TorchMeter(runner.device))
     speculation = _speculation(config, draft, limits)
-    engine = Engine(runner, tokens, limits, True, speculation, Constraints(tokens, runner.vocabulary, runner.ends))
+    engine = Engine(runner, tokens, limits, True, speculation, RequestGrammars(tokens, runner.vocabulary, runner.ends))
     return engine, tokens
 
 

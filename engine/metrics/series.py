@@ -197,7 +197,7 @@ LLM_WAITING = _gauge("vllm:num_requests_waiting", "model_name engine", "requests
 LLM_KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "model_name engine", "ratio",
     "share of KV pages used by requests; cached pages count as free, as in vLLM")  # fmt: skip
 LLM_PREFIX_QUERIES = _counter("vllm:prefix_cache_queries_total", "model_name engine", "tokens",
-    "prompt tokens looked up in the prefix cache")  # fmt: skip
+    "tokens of joining sequences")  # fmt: skip
 LLM_PREFIX_HITS = _counter(
     "vllm:prefix_cache_hits_total", "model_name engine", "tokens", "prompt tokens found in the prefix cache"
 )

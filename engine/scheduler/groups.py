@@ -36,7 +36,7 @@ class OrderedGroup:
         self.running = 0
 
 
-def hold_back(state: SchedulerState, group: OrderedGroup, task: Task) -> bool:
+def hold_task(state: SchedulerState, group: OrderedGroup, task: Task) -> bool:
     """Register a task of a group that has begun; return True when it is held back and must not be queued."""
     state.changed_groups[group] = None
     if not state.group_holds[task.unit.step]:

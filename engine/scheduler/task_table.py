@@ -44,7 +44,7 @@ def begin(
             task.stream_input, stream.task = stream, task
         else:
             stream.end()
-    held = request.group is not None and groups.hold_back(state, request.group, task)
+    held = request.group is not None and groups.hold_task(state, request.group, task)
     if unit.step in state.hopeless:
         fail_hopeless(state, task, "it is given up")
         return

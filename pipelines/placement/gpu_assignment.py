@@ -11,9 +11,9 @@ Llm steps that use a GPU's remaining memory are placed first, and apart from eac
 over-committed, a second attempt ignores transfers, and a third fills GPUs one by one. The first attempt in which
 everything fits is used. If none fits, the first is used, and the budgets report the over-commitment.
 
-Steps without known memory needs go on the first GPU that has space for their process, llm steps aside. A light step on
-`auto` follows the steps that it exchanges tensors with, if they are on one GPU. Memory reserved by other pipelines
-(`Device.taken`) is not free, and a GPU that they fill with KV cache counts as filled.
+Steps without known memory needs go on the first GPU that has space for their process, llm steps aside. A step on
+`auto` that is not heavy follows the steps that it exchanges tensors with, if they are on one GPU. Memory reserved by
+other pipelines (`Device.taken`) is not free, and a GPU that they fill with KV cache counts as filled.
 
 Where times were measured (`weftline profile`) this is one start of `load_balance`. The other spreads measured loads by
 their times, and places the rest around them as above. Both are improved and the better one is used. A placement that
@@ -53,7 +53,7 @@ _WAYS: tuple[_Way, ...] = ("together", "apart", "tight")
 _Places = dict[str, list[str]]
 
 
-def fit(
+def assign_gpus(
     steps: Sequence[Step],
     written: Mapping[str, Sequence[str]],
     heavy: Mapping[str, bool],
@@ -93,8 +93,8 @@ def fit(
         name: [chosen.get((name, copy), "cpu") if one == AUTO else one for copy, one in enumerate(own)]
         for name, own in written.items()
     }
-    light = [step for step in steps if not heavy[step.name] and AUTO in written[step.name]]
-    _follow(light, steps, written, devices, needs, neighbours, capacities)
+    followers = [step for step in steps if not heavy[step.name] and AUTO in written[step.name]]
+    _follow(followers, steps, written, devices, needs, neighbours, capacities)
     return {name: tuple(own) for name, own in devices.items()}, balance
 
 
@@ -186,7 +186,7 @@ def _neighbours(edges: Collection[tuple[str, str]]) -> dict[str, set[str]]:
 
 
 def _follow(
-    light: Sequence[Step],
+    followers: Sequence[Step],
     steps: Sequence[Step],
     written: Mapping[str, Sequence[str]],
     devices: _Places,
@@ -194,8 +194,8 @@ def _follow(
     neighbours: Mapping[str, Collection[str]],
     capacities: Mapping[str, GpuCapacity],
 ) -> None:
-    """Place light steps with the steps that they exchange tensors with; in rounds, so that order has no effect."""
-    waiting = sorted(light, key=lambda step: step.name)
+    """Place steps that are not heavy with those that they exchange tensors with, in rounds: order has no effect."""
+    waiting = sorted(followers, key=lambda step: step.name)
     while True:
         found = {step.name: _target(step, steps, devices, neighbours) for step in waiting}
         moved = False

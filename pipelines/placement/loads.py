@@ -173,8 +173,8 @@ def links_of(loads: Sequence[Load], written: Mapping[str, Sequence[str]], edges:
 
     edges: pairs of steps, writer and reader, whose tensors can stay on a device.
 
-    Tensors of a step with instances on several devices are always transferred, and link nothing. Light steps on `auto`
-    follow their neighbours, so a tensor that passes through one links its writer with its final reader.
+    Tensors of a step with instances on several devices are always transferred, and link nothing. Steps on `auto` that
+    are not heavy follow their neighbours, so a tensor that passes through one links its writer with its final reader.
     """
     spots = _spots(loads, written)
     readers: dict[str, list[str]] = {}

@@ -12,8 +12,8 @@ long, as llm steps do, have one of their own, because others would wait for thei
 goes to a second shared process. `separate` gives every instance a process, as on the CPU.
 
 A process has the number of threads that its steps state. Other heavy nodes divide the remaining cores evenly among
-their processes, so that thread pools do not compete; light nodes have one thread. `auto` puts a heavy node on a GPU
-(see `gpu_assignment`) and every other node on the CPU.
+their processes, so that thread pools do not compete; nodes that are not heavy have one thread. `auto` puts a heavy
+node on a GPU (see `gpu_assignment`), and every other node on the CPU or on the GPU of its neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weftline.errors import Problem
-from weftline.pipelines.placement.gpu_assignment import fit, work_of
+from weftline.pipelines.placement.gpu_assignment import assign_gpus, work_of
 from weftline.pipelines.placement.loads import AUTO
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.needs import Need, Needs, gpus_of
@@ -53,7 +53,7 @@ class Process:
     shared: bool = False
 
 
-def grouped(
+def assign_processes(
     steps: Sequence[Step],
     heavy: Mapping[str, bool],
     alone: Collection[str],
@@ -98,7 +98,7 @@ def grouped(
     return processes, places
 
 
-def reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> tuple[str, ...]:
+def process_notes(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> tuple[str, ...]:
     """Return a line for each decision about shared processes and those of a GPU."""
     light = [
         f"{_listed(one.steps)} share process {one.name}: they run no model and no user code; "
@@ -106,10 +106,10 @@ def reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy
         for one in processes
         if one.shared and not one.device and len(one.steps) > 1
     ]
-    return (*light, *_gpu_reasons(processes, alone, gpu))
+    return (*light, *_gpu_process_notes(processes, alone, gpu))
 
 
-def _gpu_reasons(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> list[str]:
+def _gpu_process_notes(processes: Sequence[Process], alone: Collection[str], gpu: GpuPolicy) -> list[str]:
     lines = []
     for device in dict.fromkeys(process.device for process in processes if process.device):
         there = [process for process in processes if process.device == device]
@@ -187,14 +187,14 @@ small that they travel in messages."""
 class Placement:
     """The processes, and for every step its devices and process indexes, one for each instance.
 
-    reasons: a line for each decision to explain.
-    work:    measured load of each GPU with reasons; empty without measurements on GPUs.
+    process_notes: a line for each decision about shared processes and those of a GPU.
+    work: measured load of each GPU with reasons; empty without measurements on GPUs.
     """
 
     workers: tuple[PlannedWorker, ...]
     devices: Mapping[str, tuple[str, ...]]
-    places: Mapping[str, tuple[int, ...]]
-    reasons: tuple[str, ...] = ()
+    worker_indexes: Mapping[str, tuple[int, ...]]
+    process_notes: tuple[str, ...] = ()
     work: tuple[DeviceWork, ...] = ()
 
 
@@ -218,11 +218,11 @@ def place(
     problems: list[Problem] = []
     gpu, needs = gpu or GpuPolicy(), needs or Needs({})
     written = {step.name: _written(step, machine, problems) for step in steps}
-    devices, balance = fit(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
+    devices, balance = assign_gpus(steps, written, heavy, needs.steps, edges, machine, gpu, needs.context_bytes)
     problems += [one for step in steps for one in _lacking(step.name, devices[step.name], needs.steps, machine)]
     alone = {name for name, need in needs.steps.items() if need.alone}
     batch_bytes = {step.name: light[step.name] for step in steps if light and _is_light(step, light, devices)}
-    processes, places = grouped(steps, heavy, alone, devices, gpu, problems, batch_bytes)
+    processes, places = assign_processes(steps, heavy, alone, devices, gpu, problems, batch_bytes)
     arenas = [_arena_bytes(process, batch_bytes, limits) for process in processes]
     _check_memory(arenas, limits, machine, problems)
     threads = _threads(processes, {step.name: step.threads for step in steps}, machine.cores)
@@ -231,7 +231,7 @@ def place(
         for process, share, arena_bytes in zip(processes, threads, arenas, strict=True)
     )
     work = work_of(steps, written, devices, needs.steps, balance) if balance is not None else ()
-    return Placement(workers, devices, places, reasons(processes, alone, gpu), work), problems
+    return Placement(workers, devices, places, process_notes(processes, alone, gpu), work), problems
 
 
 def instance_count(step: Step) -> int:

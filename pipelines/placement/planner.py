@@ -65,7 +65,7 @@ def make_plan(
         plan,
         steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
         budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.reasons, *needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)),
+        notes=(*placement.process_notes, *needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)),
         work=placement.work,
     )
     report.take(over_commits(plan))
@@ -159,8 +159,8 @@ def _placed(plan: Plan, placement: Placement) -> Plan:
     steps = []
     for step in plan.steps:
         devices = placement.devices.get(step.name, ())
-        places = placement.places.get(step.name, ())
-        steps.append(dataclasses.replace(step, device=devices[0] if devices else "", devices=devices, workers=places))
+        indexes = placement.worker_indexes.get(step.name, ())
+        steps.append(dataclasses.replace(step, device=devices[0] if devices else "", devices=devices, workers=indexes))
     return dataclasses.replace(plan, steps=tuple(steps), workers=placement.workers, chains=chains(steps, plan.inputs))
 
 

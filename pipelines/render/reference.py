@@ -268,7 +268,7 @@ def _ports(name: str, node: type[Node]) -> str:
 def _port_rows(direction: str, ports: Sequence[Port]) -> list[str]:
     rows = []
     for one in ports:
-        marks = [mark for mark, holds in (("optional", one.optional), ("in pieces", one.pieces)) if holds]
+        marks = [mark for mark, holds in (("optional", one.optional), ("in chunks", one.pieces)) if holds]
         meaning = ", ".join([*marks, *([one.about] if one.about else [])])
         rows.append(f"| {direction}: `{one.name}` | `{one.type}` | {meaning} |")
     return rows

@@ -35,7 +35,7 @@ def explain_text(plan: Plan) -> str:
         [
             [one.name],
             [f"<- {one.wire}"],
-            [str(one.type) + (", in pieces" if one.pieces else "") + (_ABSENT if one.optional else "")],
+            [str(one.type) + (", in chunks" if one.pieces else "") + (_ABSENT if one.optional else "")],
         ]
         for one in plan.outputs
     ]

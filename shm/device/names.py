@@ -13,7 +13,10 @@ FAKES = ("fake", "fake-legacy", "fake-alone", "fake-closed")
 
 
 def is_gpu(device: str) -> bool:
-    """Return True for devices with memory of their own: all but 'cpu'."""
+    """Return True for devices with memory of their own: all but 'cpu' and ''.
+
+    That includes 'auto', which is not placed yet.
+    """
     return device not in ("", "cpu")
 
 

@@ -43,11 +43,11 @@ def poured(text: str, sizes: list[int], policy: Policy, window: int = 20) -> tup
     held, left = HoldBack(policy, RULES, window, 0), []
     for piece in pieces_of(text, sizes):
         held.add(piece)
-        left.append(held.released())
+        left.append(held.take_released())
         if held.ended:
             return left, held
     held.complete()
-    left.append(held.released())
+    left.append(held.take_released())
     return left, held
 
 
@@ -115,22 +115,22 @@ def test_allow_says_what_it_found_and_lets_all_of_it_through() -> None:
 def test_the_window_is_held_back_until_the_end() -> None:
     held = HoldBack(Policy(CATEGORIES), RULES, 200, 0)
     held.add("word " * 100)
-    out = held.released()
+    out = held.take_released()
     assert len(out) == 300
     held.add("word " * 2)
-    assert held.released() == "word " * 2
+    assert held.take_released() == "word " * 2
     held.complete()
-    assert len(held.released()) == 200 and held.ended is not None
+    assert len(held.take_released()) == 200 and held.ended is not None
 
 
 def test_a_run_without_spaces_waits_for_its_end_and_costs_no_more_for_that() -> None:
     held = HoldBack(Policy(CATEGORIES), RULES, 20, 0)
     for _ in range(5_000):
         held.add("abcdefgh")
-        assert held.released() == ""
+        assert held.take_released() == ""
     held.add(" and more words follow here")
     held.complete()
-    assert len(held.released()) == 40_027
+    assert len(held.take_released()) == 40_027
 
 
 class Judges:
@@ -145,11 +145,11 @@ class Judges:
         left = []
         for piece in [*pieces_of(text, [size]), None]:
             self.held.complete() if piece is None else self.held.add(piece)
-            asked = self.held.to_judge()
+            asked = self.held.text_to_classify()
             if asked is not None:
                 self.asked.append(asked)
-                self.held.judged({"abuse": 0.9 if "idiot" in asked else 0.1, "safe": 0.5})
-            left.append(self.held.released())
+                self.held.record_scores({"abuse": 0.9 if "idiot" in asked else 0.1, "safe": 0.5})
+            left.append(self.held.take_released())
             if self.held.ended:
                 break
         return "".join(left)
@@ -174,17 +174,17 @@ def test_a_classifier_is_asked_now_and_then_with_what_came_before() -> None:
 def test_no_text_is_released_before_it_was_classified_with_a_window() -> None:
     held = HoldBack(Policy(frozenset({"abuse"})), RULES, 20, 40)
     held.add("word " * 30)
-    assert held.released() == ""
-    assert held.to_judge() is not None
-    held.judged({"abuse": 0.0})
+    assert held.take_released() == ""
+    assert held.text_to_classify() is not None
+    held.record_scores({"abuse": 0.0})
     held.add("idiot " * 10)
-    assert held.released() == ("word " * 30)[:130]
+    assert held.take_released() == ("word " * 30)[:130]
 
 
 def test_a_redact_category_of_the_classifier_replaces_the_whole_text() -> None:
     held = HoldBack(Policy(frozenset(), frozenset({"abuse"}), "block", MESSAGE), RULES, 20, 40)
     held.add("x " * 30)
     held.complete()
-    held.to_judge()
-    held.judged({"abuse": 0.9})
-    assert held.released() == MESSAGE and held.ended is not None and held.ended.action == "replace"
+    held.text_to_classify()
+    held.record_scores({"abuse": 0.9})
+    assert held.take_released() == MESSAGE and held.ended is not None and held.ended.action == "replace"

@@ -136,7 +136,7 @@ def _port(one: Port) -> dict[str, Any]:
 def _port_lines(ports: Sequence[Port]) -> list[str]:
     rows = []
     for one in ports:
-        marks = [mark for mark, holds in (("optional", one.optional), ("in pieces", one.pieces)) if holds]
+        marks = [mark for mark, holds in (("optional", one.optional), ("in chunks", one.pieces)) if holds]
         rows.append((one.name, str(one.type), ", ".join([*marks, *([one.about] if one.about else [])])))
     return [f"  {line}" for line in _table(rows)] or ["  any wired input"]
 

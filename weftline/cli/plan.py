@@ -38,20 +38,20 @@ def plan(
 
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:
-    """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; simulated GPUs are named first."""
+    """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; hypothetical GPUs are named first."""
     machine, pipeline = machine_of(cores, gpus), load_file(file)
     made = make_plan(pipeline, machine, profile=profile_beside(pipeline))
-    made_up = f"Planned for a made-up machine: {_described(machine)}" if gpus is not None else ""
+    hypothetical = f"Planned for a hypothetical machine: {_described(machine)}" if gpus is not None else ""
     if form == "svg":
         from weftline.pipelines.render.svg import explain_svg
 
-        text = explain_svg(dataclasses.replace(made, name=f"{made.name} ({made_up})") if made_up else made)
+        text = explain_svg(dataclasses.replace(made, name=f"{made.name} ({hypothetical})") if hypothetical else made)
     else:
         from weftline.pipelines.render.text import explain_mermaid, explain_text
 
         text = explain_mermaid(made) if form == "mermaid" else explain_text(made)
-        if made_up:
-            text = f"%% {made_up}\n{text}" if form == "mermaid" else f"{made_up}\n\n{text}"
+        if hypothetical:
+            text = f"%% {hypothetical}\n{text}" if form == "mermaid" else f"{hypothetical}\n\n{text}"
     return text if text.endswith("\n") else text + "\n"
 
 

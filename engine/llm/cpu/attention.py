@@ -96,7 +96,7 @@ class _PageLines:
 
 
 class CpuAttention:
-    """The CPU's form of paged attention; see `AttentionForm`."""
+    """Paged attention on a CPU; an `AttentionBackend`."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens

@@ -51,7 +51,7 @@ class Call:
 
 
 class ProbeForm:
-    """Attention among the probe's rows; an `AttentionForm` without pages. facts: by id of LayerPages."""
+    """Attention among the probe's rows; an `AttentionBackend` without pages. facts: by id of LayerPages."""
 
     def __init__(self) -> None:
         self.facts: dict[int, AttentionFacts] = {}

@@ -74,7 +74,7 @@ def ops_for(device: torch.device) -> tuple[PagedOps, str | None]:
 
 
 class GpuAttention:
-    """Paged attention on a GPU, an `AttentionForm`; also runs on a CPU, for tests."""
+    """Paged attention on a GPU, an `AttentionBackend`; also runs on a CPU, for tests."""
 
     def __init__(self, buffers: RoundBuffers, ops: PagedOps) -> None:
         self.buffers = buffers

@@ -5,8 +5,7 @@
     pending.ready; pending.wait(0.002)                          # checked each round; waits only when nothing else runs
     grammar = pending.result()                                  # InputError: refused, with the reason for the caller
     matcher = grammar.matcher()                                 # one for each sequence, in microseconds
-    masks = fill_masks([matcher, None, ...])                    # once for each round
-    masks.apply(logits)                                         # before sampling; rows in masks.failed fail alone
+    failed = apply_masks(logits, [matcher, None, ...])          # once for each round, before sampling; by row
     matcher.accept(token)                                       # after sampling, for every token of the answer
     matcher.finished                                            # no token can follow: the answer may end
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.llm.params import sampling_error
+from weftline.engine.llm.params import CHOICES_MAX, sampling_error
 from weftline.errors import InputError
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
@@ -19,7 +19,6 @@ TEXT_BYTES_MAX = 64 * 1024
 NESTING_MAX = 64
 """Deepest schema: the compiler's own reader stops at 128."""
 REGEX_CHARS_MAX = 4096
-CHOICES_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from weftline.engine.llm.lora.file import RANK_MAX, Adapter, read_adapter
 from weftline.engine.llm.lora.linear import AdapterRows, LoraLinear, OutputSlice
+from weftline.engine.llm.options import ADAPTERS_MAX
 from weftline.errors import InputError, LimitReached, ModelError
 
-SLOTS_MAX = 8
 NAME_MAX = 128
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 
@@ -46,10 +46,10 @@ class _Loaded:
 class Adapters:
     """Up to `slots_max` LoRA adapters of `model`; slots count from 1, slot 0 is the base model.
 
-    version: rises when memory of adapters moved; a CUDA graph of an older version must not be replayed.
+    version: rises when a layer is wrapped or its memory moved; a CUDA graph of an older version must not be replayed.
     """
 
-    def __init__(self, model: nn.Module, slots_max: int = SLOTS_MAX) -> None:
+    def __init__(self, model: nn.Module, slots_max: int = ADAPTERS_MAX) -> None:
         if slots_max < 1:
             raise ValueError(f"slots_max: found {slots_max}, expected at least 1")
         self.slots_max = slots_max

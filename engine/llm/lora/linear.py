@@ -36,9 +36,9 @@ class AdapterRows:
     """Adapter of each row of the next round; shared by all layers.
 
     rows:     rows of the round; a layer that is given another number is no layer over the round's rows.
-    segments: (rows, slot) of slots that have rows, for the first way.
-    slots:    int64 [rows] on the device, for the second; 0 is the model as it is.
-    owned:    bool [rows, slots_max], whose row it is; for the second.
+    segments: (rows, slot) of slots that have rows, for `_add_segments`.
+    slots:    int64 [rows] on the device, for `_add_gathered` and `_add_masked`; 0 is the base model.
+    owned:    bool [rows, slots_max], whose row it is; for `_add_masked`.
     """
 
     rows: int = 0
@@ -63,7 +63,7 @@ class LoraLinear:
 
     down: [slots_max + 1, parts, rank_max, in]; up: for each part [slots_max + 1, rank_max, out], scaled.
     Slot 0 is all zero, and so is what an adapter of a lower rank does not use.
-    users: by slot, the ranks of the parts that it has matrices for.
+    ranks_by_slot: by slot, the ranks of the parts that it has matrices for.
     """
 
     path: str
@@ -72,7 +72,7 @@ class LoraLinear:
     choice: AdapterRows
     down: Tensor
     up: list[Tensor] = field(default_factory=list)
-    users: dict[int, dict[int, int]] = field(default_factory=dict)
+    ranks_by_slot: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -93,12 +93,12 @@ class LoraLinear:
         rank = a.shape[0]
         self.down[slot, part, :rank] = a.to(self.down)
         self.up[part][slot, :rank] = (b.float().T * scale).to(self.up[part])
-        self.users.setdefault(slot, {})[part] = rank
+        self.ranks_by_slot.setdefault(slot, {})[part] = rank
 
     def clear(self, slot: int) -> None:
         for tensor in (self.down, *self.up):
             tensor[slot] = 0
-        self.users.pop(slot, None)
+        self.ranks_by_slot.pop(slot, None)
 
     def grow(self, rank_max: int) -> None:
         """Reallocate for a higher rank. Addresses change."""
@@ -134,7 +134,7 @@ class LoraLinear:
 
     def _add_segments(self, rows: Tensor, out: Tensor) -> None:
         for where, slot in self.choice.segments:
-            for part, rank in self.users.get(slot, {}).items():
+            for part, rank in self.ranks_by_slot.get(slot, {}).items():
                 columns = slice(self.parts[part].start, self.parts[part].stop)
                 inner = rows[where] @ self.down[slot, part, :rank].T
                 up = self.up[part][slot, :rank]

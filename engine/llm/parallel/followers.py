@@ -96,7 +96,7 @@ class RemoteSequence:
 
     tokens: _Tokens
     table: PageTable
-    adapter: int
+    adapter_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def encode_round(chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, i
         numbers.extend(copy)
     for chunk in chunks:
         table = chunk.sequence.table
-        numbers.extend((chunk.start, chunk.count, chunk.rows, chunk.sequence.adapter, table.run, len(table.pages)))
+        numbers.extend((chunk.start, chunk.count, chunk.rows, chunk.sequence.adapter_slot, table.run, len(table.pages)))
         numbers.extend(chunk.tokens)
         numbers.extend(table.pages)
     return numbers.tobytes()

@@ -177,6 +177,7 @@ def test_config_problems_name_the_option():
         ({"kv_bytes": -1}, "kv_bytes"), ({"sequences_max": 1.5}, "sequences_max"),
         ({"context_max": 1}, "context_max"), ({"sequences_max": 4097}, "sequences_max"),
         ({"round_tokens_max": 1 << 18}, "round_tokens_max"),
+        ({"adapters": {f"a{at}": "folder" for at in range(9)}}, "adapters"),
     ]  # fmt: skip
     for options, option in wrong:
         with pytest.raises(ConfigError) as caught:

@@ -58,7 +58,7 @@ def test_buffers_and_graphs_hold_what_the_schedule_plans(folder, monkeypatch, op
     engine, _ = startup.open_engine(config, OpenContext(base_dir=folder.parent))
     limits = engine._schedule.limits
     assert [(one.rows_max, one.sequences_max) for one in made] == [(limits.tokens_max, limits.sequences_max)] * 2
-    form = engine.runner._form
+    form = engine.runner._backend
     assert isinstance(form, GpuAttention)
     assert form.buffers.limits.rows_max == limits.tokens_max
     count = min(limits.sequences_max, limits.tokens_max)

@@ -8,7 +8,7 @@ import pytest
 
 from weftline.engine.llm.kv_cache import PagePool, PageTable, PrefixCache
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.retention import IdlePages, Retention, Worth, read_retention, worth
+from weftline.engine.llm.retention import IdlePages, PagePriority, Retention, page_priority, read_retention
 from weftline.engine.llm.schedule import RoundLimits, Schedule
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
@@ -17,7 +17,7 @@ from weftline.errors import InputError
 def test_pages_worth_least_go_first_and_of_these_the_least_recently_used():
     idle = IdlePages()
     for page, priority in ((1, 80), (2, 35), (3, 0), (4, 35), (5, 0)):
-        idle.add(page, Worth(priority), 0.0)
+        idle.add(page, PagePriority(priority), 0.0)
     idle.remove(5)
     assert [idle.pop(0.0) for _ in range(4)] == [3, 2, 4, 1]
     with pytest.raises(KeyError):
@@ -26,10 +26,10 @@ def test_pages_worth_least_go_first_and_of_these_the_least_recently_used():
 
 def test_a_priority_that_has_ended_counts_as_a_usual_one():
     idle = IdlePages()
-    idle.add(1, Worth(100, until_ms=50.0), 0.0)
-    idle.add(2, Worth(35), 0.0)
-    idle.add(3, Worth(0, until_ms=50.0), 0.0)
-    idle.add(4, Worth(60), 0.0)
+    idle.add(1, PagePriority(100, until_ms=50.0), 0.0)
+    idle.add(2, PagePriority(35), 0.0)
+    idle.add(3, PagePriority(0, until_ms=50.0), 0.0)
+    idle.add(4, PagePriority(60), 0.0)
     assert idle.pop(10.0) == 3
     assert [idle.pop(60.0) for _ in range(3)] == [1, 2, 4]
 
@@ -40,7 +40,7 @@ def test_any_history_gives_up_in_the_order_of_a_plain_sort():
     for page in range(2000):
         now += rng.random()
         if rng.random() < 0.6 or not model:
-            what = Worth(rng.choice([0, 35, 80]))
+            what = PagePriority(rng.choice([0, 35, 80]))
             idle.add(page, what, now)
             model[page] = (what.priority, count)
             count += 1
@@ -57,10 +57,10 @@ def test_any_history_gives_up_in_the_order_of_a_plain_sort():
 
 def test_the_best_range_that_reaches_into_a_page_counts():
     ranges = (Retention(0, 20, 90, 1000.0), Retention(16, None, 50))
-    assert worth(ranges, 0, 16, 5.0) == Worth(90, 1005.0)
-    assert worth(ranges, 16, 32, 5.0) == Worth(90, 1005.0)
-    assert worth(ranges, 32, 48, 5.0) == Worth(50)
-    assert worth((), 0, 16, 5.0) == Worth()
+    assert page_priority(ranges, 0, 16, 5.0) == PagePriority(90, 1005.0)
+    assert page_priority(ranges, 16, 32, 5.0) == PagePriority(90, 1005.0)
+    assert page_priority(ranges, 32, 48, 5.0) == PagePriority(50)
+    assert page_priority((), 0, 16, 5.0) == PagePriority()
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_a_fixed_beginning_stays_when_many_other_prompts_have_passed():
     assert found == {True: 16, False: 0}
 
 
-def test_keeping_a_page_again_never_lowers_its_worth():
+def test_keeping_a_page_again_never_lowers_its_priority():
     pool, table = PagePool(4, 8), PageTable()
     pool.try_grow(table, 2)
     first, second = table.pages
-    pool.keep(first, Worth(90))
-    pool.keep(first, Worth(10))
-    pool.keep(second, Worth(50))
+    pool.keep(first, PagePriority(90))
+    pool.keep(first, PagePriority(10))
+    pool.keep(second, PagePriority(50))
     pool.drop(table)
     others = PageTable()
     pool.try_grow(others, 3)
@@ -127,10 +127,35 @@ def test_keeping_a_page_again_never_lowers_its_worth():
     assert first not in others.pages
 
 
+@pytest.mark.parametrize(
+    ("now_ms", "before", "again"),
+    [
+        (60.0, PagePriority(90, until_ms=50.0), PagePriority(80)),  # expired: it counts as 35
+        (0.0, PagePriority(80), PagePriority(80, until_ms=50.0)),
+        (0.0, PagePriority(80, until_ms=90.0), PagePriority(80, until_ms=50.0)),
+    ],
+)
+def test_a_page_is_kept_with_the_longer_of_equal_priorities_now(
+    now_ms: float, before: PagePriority, again: PagePriority
+):
+    pool, table = PagePool(3, 8), PageTable()
+    pool.try_grow(table, 2)
+    kept, other = table.pages
+    pool.now_ms = now_ms
+    pool.keep(kept, before)
+    pool.keep(kept, again)
+    pool.keep(other, PagePriority(50))
+    pool.now_ms = 70.0
+    pool.drop(table)
+    others = PageTable()
+    pool.try_grow(others, 2)
+    assert other in others.pages and kept not in others.pages
+
+
 def test_pages_whose_priority_ended_go_first_in_their_order_of_use():
     """The last page of a prompt is freed first, so its head must not be evicted before its end."""
     idle = IdlePages()
     for page in (4, 3, 2):
-        idle.add(page, Worth(80, until_ms=50.0), 0.0)
-    idle.add(1, Worth(35), 0.0)
+        idle.add(page, PagePriority(80, until_ms=50.0), 0.0)
+    idle.add(1, PagePriority(35), 0.0)
     assert [idle.pop(60.0) for _ in range(4)] == [4, 3, 2, 1]

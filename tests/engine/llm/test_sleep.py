@@ -61,7 +61,7 @@ def answer(engine: Engine, adapter: str = "") -> list[int]:
 
 def left_bytes(engine: Engine) -> int:
     """Return what tensors take that can be reached from an engine, each memory once; those on the host's side apart."""
-    form, graphs = engine.runner._form, engine.runner.graphs
+    form, graphs = engine.runner._backend, engine.runner.graphs
     host = [*form.buffers._hosts] if isinstance(form, GpuAttention) else []
     host += [piece for piece, _ in graphs._results] if graphs is not None else []
     known = {one.data_ptr() for one in host}

@@ -199,7 +199,7 @@ def test_every_instance_has_one_place_and_no_order_decides_which(world, processe
     gpu = GpuPolicy(processes=processes, reserve_bytes=0, context_bytes=1 << 29)
     found = placed({name: dict(step) for name, step in steps.items()}, needs, on, edges, gpu)
     for name, step in steps.items():
-        places, devices = found.places[name], found.devices[name]
+        places, devices = found.worker_indexes[name], found.devices[name]
         count = step["instances"] if isinstance(step["instances"], int) else sum(step["instances"].values())
         assert len(places) == len(devices) == len(set(places)) == count
         for place_, device in zip(places, devices, strict=True):

@@ -25,13 +25,13 @@ def test_each_step_has_a_process_of_its_own() -> None:
         ("a", ("a",), 1),
         ("b", ("b",), 1),
     ]
-    assert placement.places == {"a": (0,), "b": (1,)}
+    assert placement.worker_indexes == {"a": (0,), "b": (1,)}
 
 
 def test_each_instance_has_a_process_of_its_own() -> None:
     placement = placed([Step("a", "echo", instances=3), Step("b", "echo")])
     assert [worker.name for worker in placement.workers] == ["a", "a-2", "a-3", "b"]
-    assert placement.places == {"a": (0, 1, 2), "b": (3,)}
+    assert placement.worker_indexes == {"a": (0, 1, 2), "b": (3,)}
 
 
 def test_steps_that_name_a_worker_share_it() -> None:
@@ -42,7 +42,7 @@ def test_steps_that_name_a_worker_share_it() -> None:
         ("w-2", ("a",)),
         ("b", ("b",)),
     ]
-    assert placement.places == {"a": (0, 1), "b": (2,), "c": (0,)}
+    assert placement.worker_indexes == {"a": (0, 1), "b": (2,), "c": (0,)}
 
 
 def test_a_worker_named_like_a_step_is_not_that_steps() -> None:
@@ -105,7 +105,7 @@ def test_instances_are_spread_over_the_devices_they_name() -> None:
     steps = [Step("a", "x", instances={"cuda": 2, "cpu": 1}), Step("b", "x", instances=2)]
     placement = placed(steps, {"b"}, GPU)
     assert placement.devices == {"a": ("cuda:0", "cuda:0", "cpu"), "b": ("cuda:0", "cuda:0")}
-    assert placement.places == {"a": (0, 1, 2), "b": (0, 1)}
+    assert placement.worker_indexes == {"a": (0, 1, 2), "b": (0, 1)}
     assert [(one.name, one.steps) for one in placement.workers] == [
         ("gpu0", ("a", "b")), ("gpu0-2", ("a", "b")), ("a-3", ("a",))
     ]  # fmt: skip
@@ -141,8 +141,8 @@ def test_every_instance_has_one_place_and_threads_never_exceed_cores(rows, cores
     placement, problems = place(steps, heavy, Limits(), Machine(cores, 1 << 50))
     assert problems == []
     for step in steps:
-        assert len(set(placement.places[step.name])) == step.instances
-        assert all(step.name in placement.workers[index].steps for index in placement.places[step.name])
+        assert len(set(placement.worker_indexes[step.name])) == step.instances
+        assert all(step.name in placement.workers[index].steps for index in placement.worker_indexes[step.name])
     assert sum(len(worker.steps) for worker in placement.workers) == sum(step.instances for step in steps)
     assert len({worker.name for worker in placement.workers}) == len(placement.workers)
     busy = [worker for worker in placement.workers if any(heavy[name] for name in worker.steps)]

@@ -9,7 +9,7 @@ import pytest
 
 from weftline.errors import Problem
 from weftline.pipelines.placement.machine import Device, Machine
-from weftline.pipelines.placement.place import Process, grouped, place, reasons
+from weftline.pipelines.placement.place import Process, assign_processes, place, process_notes
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.render.text import explain_text
@@ -26,7 +26,7 @@ def made(
     steps: list[Step], devices: dict[str, tuple[str, ...]], alone: set[str] = frozenset(), gpu: GpuPolicy | None = None
 ) -> list[Process]:
     problems: list[Problem] = []
-    found, places = grouped(steps, dict.fromkeys(devices, True), alone, devices, gpu or GpuPolicy(), problems)
+    found, places = assign_processes(steps, dict.fromkeys(devices, True), alone, devices, gpu or GpuPolicy(), problems)
     assert problems == [] and set(places) == set(devices)
     return found
 
@@ -40,7 +40,7 @@ def test_steps_of_a_gpu_share_a_process_and_an_llm_step_has_its_own() -> None:
     devices = {"see": (GPU,), "say": (GPU,), "name": (GPU,), "log": ("cpu",)}
     found = made(steps, devices, {"say"})
     assert names(found) == [("gpu0", "see name", GPU), ("say", "say", GPU), ("log", "log", "")]
-    assert reasons(found, {"say"}, GpuPolicy()) == (
+    assert process_notes(found, {"say"}, GpuPolicy()) == (
         "see and name share process gpu0: without MPS, processes of one GPU run in turns; "
         "gpu.processes: separate starts one for each",
         "say has process say to itself: other steps in it would wait for its rounds",
@@ -50,7 +50,7 @@ def test_steps_of_a_gpu_share_a_process_and_an_llm_step_has_its_own() -> None:
 def test_each_has_its_own_where_that_is_asked_for() -> None:
     found = made([Step("see"), Step("name")], {"see": (GPU,), "name": (GPU,)}, gpu=SEPARATE)
     assert names(found) == [("see", "see", GPU), ("name", "name", GPU)]
-    (line,) = reasons(found, (), SEPARATE)
+    (line,) = process_notes(found, (), SEPARATE)
     expected = (
         "see and name have a process each on cuda:0 and run in turns; gpu.processes: grouped lets steps share one"
     )
@@ -65,7 +65,7 @@ def test_instances_of_a_step_are_in_different_processes() -> None:
 
 def test_a_step_that_is_alone_on_its_gpu_names_its_process() -> None:
     assert names(made([Step("see", instances=2)], {"see": (GPU, GPU)})) == [("see", "see", GPU), ("see-2", "see", GPU)]
-    assert reasons(made([Step("see")], {"see": (GPU,)}), (), GpuPolicy()) == ()
+    assert process_notes(made([Step("see")], {"see": (GPU,)}), (), GpuPolicy()) == ()
 
 
 def test_a_process_never_has_the_name_of_a_step() -> None:
@@ -91,7 +91,7 @@ def test_a_worker_goes_before_the_group() -> None:
     ],
 )
 def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, expected: str) -> None:
-    lines = reasons(made([Step("a"), Step("b")], {"a": (GPU,), "b": (GPU,)}, gpu=gpu), (), gpu)
+    lines = process_notes(made([Step("a"), Step("b")], {"a": (GPU,), "b": (GPU,)}, gpu=gpu), (), gpu)
     assert expected in lines[0] and (len(lines) == 2) == gpu.mps
     assert not gpu.mps or "a fatal fault in one process of a GPU ends all of them" in lines[1]
 
@@ -99,7 +99,9 @@ def test_what_mps_changes_is_said_and_what_it_costs(gpu: GpuPolicy, expected: st
 def test_two_gpus_in_one_process_are_a_problem() -> None:
     problems: list[Problem] = []
     steps = [Step("a", worker="w"), Step("b", worker="w"), Step("c", worker="w")]
-    grouped(steps, dict.fromkeys("abc", True), (), {"a": ("cpu",), "b": (GPU,), "c": ("cuda:1",)}, SEPARATE, problems)
+    assign_processes(
+        steps, dict.fromkeys("abc", True), (), {"a": ("cpu",), "b": (GPU,), "c": ("cuda:1",)}, SEPARATE, problems
+    )
     assert [(one.path, one.found) for one in problems] == [
         ("steps.c.worker", "c is on cuda:1, and its shared worker w uses cuda:0")
     ]

@@ -31,7 +31,7 @@ def test_the_text_shows_every_step_wire_worker_and_limit(plan: Plan) -> None:
         "joins and leaves",
         "see__detections <- see.detections",
         "labels: text (unread)",
-        "answer      <- guard.text     text, in pieces",
+        "answer      <- guard.text     text, in chunks",
         "3 threads of 8",
         "Shared memory: 415 MiB in 6 arenas",
         "Latency objective: 99 % of answers within 1500 ms (slo.latency_p99_ms)",

@@ -94,10 +94,10 @@ def test_plan_and_check_accept_simulated_gpus(weft, write) -> None:
     assert "this machine has cuda:0" in weft("check", file, "--gpus", "1:24GiB").err
     assert "cuda:1 has 2 GiB, and 3.5 GiB of it are claimed" in weft("check", file, "--gpus", "2:2GiB").err
     ended = weft("plan", file, "--gpus", "2:24GiB:L4", "--cores", "7")
-    assert ended.out.startswith("Planned for a made-up machine: 7 cores, ")
+    assert ended.out.startswith("Planned for a hypothetical machine: 7 cores, ")
     assert ended.out.splitlines()[0].endswith(", 2 GPUs of 24 GiB each (L4)") and "cuda:1" in ended.out
-    assert weft("plan", file, "--gpus", "2", "--mermaid").out.startswith("%% Planned for a made-up machine")
-    assert "Planned for a made-up machine" in weft("plan", file, "--gpus", "2", "--svg").out
+    assert weft("plan", file, "--gpus", "2", "--mermaid").out.startswith("%% Planned for a hypothetical machine")
+    assert "Planned for a hypothetical machine" in weft("plan", file, "--gpus", "2", "--svg").out
     assert "or 2:141GiB:H200" in weft("plan", file, "--gpus", "2xH200").err
     assert weft("check", "--file-only", file, "--gpus", "1").code == 2
 

@@ -137,7 +137,7 @@ def test_the_engine_gives_the_same_answers_with_the_gpus_form(family: str, fused
     form = GpuAttention.make(8, 512, 64, CPU, PlainOps())
     for layer in runner._layers:
         layer.form = form
-    runner._form = form
+    runner._backend = form
     limits = RoundLimits(tokens_max=48, sequences_max=6)  # prompts come in chunks, beside those that decode
     expected = Engine(tiny.runner(family), None, limits).generate(prompts, params)
     assert Engine(runner, None, limits).generate(prompts, params) == expected

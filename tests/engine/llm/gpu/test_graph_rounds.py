@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.llm import tiny, tiny_adapters
 from weftline.engine.llm import attention
-from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
@@ -24,6 +23,7 @@ from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.request_grammars import RequestGrammars
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
@@ -168,8 +168,8 @@ def test_a_grammar_in_the_round_is_no_different(tmp_path: Path) -> None:
         assert runner.graphs is not None
         runner.graphs.capture, runner.graphs.sizes = capture, SIZES
         rounds, tokens = _eager(runner), Tokens.open(folder, runner.context_max)
-        constraints = Constraints(tokens, runner.vocabulary, runner.ends)
-        engine = Engine(runner, tokens, RoundLimits(48, 8), constraints=constraints)
+        grammars = RequestGrammars(tokens, runner.vocabulary, runner.ends)
+        engine = Engine(runner, tokens, RoundLimits(48, 8), grammars=grammars)
         free = SamplingParams(tokens_max=40, temperature=1.0, seed=4)
         forms: list[dict[str, Any]] = [{"regex": "(ab|cd){3,5}x"}, {}, {"choice": ["yes", "no"]}]
         asks = [

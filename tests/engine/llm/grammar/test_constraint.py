@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from weftline.engine.llm.grammar.constraint import (
-    CHOICES_MAX,
     NESTING_MAX,
     REGEX_CHARS_MAX,
     TEXT_BYTES_MAX,
     Constraint,
 )
+from weftline.engine.llm.params import CHOICES_MAX
 from weftline.errors import InputError
 
 

@@ -1,10 +1,9 @@
-"""Masks of a round: only constrained rows change, what fails fails alone, drafts have rows of their own."""
+"""Masks of a round: only constrained rows change, and what fails fails alone."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,13 +11,7 @@ import torch
 from tests.engine.llm import tiny
 from weftline.engine.llm.grammar import matcher as grammar_matcher
 from weftline.engine.llm.grammar.compiler import Constraint, Grammar, GrammarCompiler
-from weftline.engine.llm.grammar.masks import (
-    apply_masks,
-    fill_masks,
-    forbidden_here,
-    forbidden_there,
-    read_vocabulary,
-)
+from weftline.engine.llm.grammar.masks import apply_masks, read_vocabulary, unpack_on_device, unpack_on_host
 from weftline.engine.llm.grammar.matcher import Matcher
 from weftline.errors import InputError, StepError
 
@@ -84,7 +77,6 @@ def test_a_round_without_constraints_costs_nothing_and_changes_nothing() -> None
     assert apply_masks(logits, [None, None]) == {}
     assert apply_masks(logits[:0], []) == {}
     assert torch.equal(logits, before)
-    assert fill_masks([None, None]).rows == ()
 
 
 def test_logits_of_another_model_are_refused(compiler: GrammarCompiler) -> None:
@@ -93,17 +85,14 @@ def test_logits_of_another_model_are_refused(compiler: GrammarCompiler) -> None:
 
 
 class Broken(Matcher):
-    """Fails with what it is given, in the fill after `fills` good ones."""
+    """Raises `error` instead of filling a mask."""
 
-    def __init__(self, grammar: Grammar, error: Exception, fills: int = 0) -> None:
+    def __init__(self, grammar: Grammar, error: Exception) -> None:
         super().__init__(grammar, grammar.parser())
-        self.error, self.fills = error, fills
+        self.error = error
 
     def fill(self, row: torch.Tensor) -> None:
-        self.fills -= 1
-        if self.fills < 0:
-            raise self.error
-        super().fill(row)
+        raise self.error
 
 
 def test_what_fails_fails_alone_and_its_row_is_left_as_it_is(compiler: GrammarCompiler) -> None:
@@ -123,55 +112,11 @@ def test_an_unexpected_error_is_not_reported_as_the_callers_mistake(compiler: Gr
     assert str(failed[0]) == "the constraint failed: RuntimeError"
 
 
-def test_drafts_have_rows_of_their_own_and_matchers_stay_where_they_were(compiler: GrammarCompiler) -> None:
-    digits, word = grammar(compiler, "[0-9]{3}"), grammar(compiler, "ab+c")
-    matchers = [word.matcher(), None, digits.matcher(), word.matcher()]
-    a, b, c = map(id_of, "abc")
-    drafts = [[a, b, c, END], [a, a], [id_of("7"), a, id_of("8")], []]
-    masks = fill_masks(matchers, drafts)
-    assert masks.rows == (0, 1, 2, 3, 4, 8, 9, 10, 11, 12)
-    assert masks.taken == (4, 2, 1, 0)
-    assert masks.failed == {}
-    logits = torch.zeros(13, SIZE)
-    masks.apply(logits)
-    assert [left(row) for row in logits[:5]] == [{"a"}, {"b"}, {"b", "c"}, {WORDS.eos_token}, {WORDS.eos_token}]
-    assert (logits[5:8] == 0).all()  # no constraint
-    assert left(logits[8]) == left(logits[9]) == set("0123456789")
-    assert (logits[10:12] == 0).all()  # beyond a draft that is refused
-    assert left(logits[12]) == {"a"}
-    again = fill_masks(matchers, drafts)
-    assert torch.equal(again.bits, masks.bits)
-
-
-def test_one_that_fails_among_its_drafts_fails_whole(compiler: GrammarCompiler) -> None:
-    digits = grammar(compiler, "[0-9]{3}")
-    matchers = [Broken(digits, InputError("later"), fills=2), digits.matcher()]
-    masks = fill_masks(matchers, [[id_of("1"), id_of("2")], [id_of("3")]])
-    assert list(masks.failed) == [0]
-    assert masks.taken == (0, 1)
-    logits = torch.zeros(5, SIZE)
-    masks.apply(logits)
-    assert (logits[:3] == 0).all()
-    assert left(logits[3]) == set("0123456789")
-
-
 def test_bits_mean_the_same_here_and_on_a_device() -> None:
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (3, 4), dtype=torch.int32)
     bits[0] = torch.tensor([0, -1, 1, -(1 << 31)])
-    assert torch.equal(forbidden_here(bits), forbidden_there(bits))
-    assert (~forbidden_here(bits[:1])[0]).nonzero().flatten().tolist() == [*range(32, 64), 64, 127]
-
-
-def test_threads_give_the_same_masks(compiler: GrammarCompiler) -> None:
-    patterns = ["[0-9]+", "[a-f]+", "(ab)+", "x|y"]
-    matchers = [grammar(compiler, patterns[place % 4]).matcher() if place % 5 else None for place in range(40)]
-    drafts = [[id_of("a"), id_of("b")][: place % 3] for place in range(40)]
-    alone = fill_masks(matchers, drafts)
-    with ThreadPoolExecutor(3) as threads:
-        for tasks in (1, 3, 100):
-            together = fill_masks(matchers, drafts, executor=threads, tasks_max=tasks)
-            assert torch.equal(together.bits, alone.bits)
-            assert (together.rows, together.taken, together.failed) == (alone.rows, alone.taken, alone.failed)
+    assert torch.equal(unpack_on_host(bits), unpack_on_device(bits))
+    assert (~unpack_on_host(bits[:1])[0]).nonzero().flatten().tolist() == [*range(32, 64), 64, 127]
 
 
 def test_a_matcher_over_its_limit_fails_alone(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

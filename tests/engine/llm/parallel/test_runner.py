@@ -197,7 +197,7 @@ def test_the_ranks_parts_of_a_matrix_are_the_whole_of_it(family):
 
 def test_a_follower_reads_of_a_round_what_was_sent():
     first = Sequence(1, list(range(40, 60)), 20, 30, SamplingParams(), 1, table=PageTable([4, 5, 9], 2))
-    second = Sequence(2, [3, 4, 5, 6], 3, 9, SamplingParams(), 2, table=PageTable([7], 0), adapter=2)
+    second = Sequence(2, [3, 4, 5, 6], 3, 9, SamplingParams(), 2, table=PageTable([7], 0), adapter_slot=2)
     chunks = [ScheduledChunk(first, 16, 4), ScheduledChunk(second, 3, 3, (8, 9))]
     found, copies = decode_round(encode_round(chunks, [(1, 2), (3, 4)]))
     assert copies == [(1, 2), (3, 4)]
@@ -207,4 +207,4 @@ def test_a_follower_reads_of_a_round_what_was_sent():
         assert (one.sequence.table.pages, one.sequence.table.run) == (
             sent.sequence.table.pages, sent.sequence.table.run,
         )  # fmt: skip
-        assert one.sequence.adapter == sent.sequence.adapter
+        assert one.sequence.adapter_slot == sent.sequence.adapter_slot

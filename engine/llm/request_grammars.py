@@ -1,4 +1,4 @@
-"""Structured-output constraints of running requests: compilation and state.
+"""Grammars of running requests with structured output: compilation and state.
 
 `weftline.engine.llm.grammar.compiler` compiles; this module maps sequences to matchers. An engine without a tokenizer
 refuses constraints.
@@ -23,7 +23,7 @@ WAIT_MS = 2.0
 """Time that a step waits for a grammar when there is nothing else to compute."""
 
 
-class Constraints:
+class RequestGrammars:
     """Matchers by sequence; the compiler starts with the first grammar. tokens: None refuses constraints."""
 
     def __init__(self, tokens: Tokens | None, vocabulary: int = 0, ends: frozenset[int] = frozenset()) -> None:
@@ -82,7 +82,7 @@ class Constraints:
         if matcher is not None:
             matcher.accept(token)
 
-    def complete(self, sequence: Sequence) -> bool:
+    def finished(self, sequence: Sequence) -> bool:
         """Return whether a sequence's text is complete and nothing can follow."""
         matcher = self.matcher(sequence)
         return matcher is not None and bool(matcher.finished)

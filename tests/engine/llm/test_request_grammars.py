@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine.llm import tiny
-from weftline.engine.llm.constraints import Constraints
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions
+from weftline.engine.llm.request_grammars import RequestGrammars
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.engine.llm.speculation import NgramProposer, Speculation
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path):
     runner = Runner.open(folder, RunnerOptions(kv_bytes=60 * 16 * 512))
     tokens = Tokens.open(folder, runner.context_max)
-    constraints = Constraints(tokens, runner.vocabulary, runner.ends)
-    made = Engine(runner, tokens, RoundLimits(64, 8), speculation=Speculation(NgramProposer()), constraints=constraints)
+    grammars = RequestGrammars(tokens, runner.vocabulary, runner.ends)
+    made = Engine(runner, tokens, RoundLimits(64, 8), speculation=Speculation(NgramProposer()), grammars=grammars)
     yield made
     made.close()
 
