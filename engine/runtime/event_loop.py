@@ -287,6 +287,10 @@ class Runtime:
             if not self._closing and os.getpid() == self._pid:
                 self._apply((ev.Delivered(request),))
 
+    def after_read(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
+        """Call a function without the lock when the loop, whose thread calls this, has read; False if it does not."""
+        return self._asyncio_reader.after_read(loop, call)
+
     def post(self, *events: ev.Event) -> None:
         """Pass events of requests to the scheduler; no-op once closed."""
         with self._lock:
@@ -634,6 +638,7 @@ class AsyncioReader:
         self._reads_seen = -1  # at the thread's last look; -1: it has not looked since the loop began to read
         self._idle_since_ms = 0.0
         self._watched = False
+        self._after_read: list[Callable[[], None]] | None = None  # None: it is not reading
         self.active = False
         self.others = False
 
@@ -691,10 +696,24 @@ class AsyncioReader:
         except RuntimeError:  # the loop is closed
             os.close(fd)
 
+    def after_read(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
+        """Call a function when the current read in this loop is over; False if it does not read. In its thread."""
+        if self._after_read is None or loop is not self._loop:
+            return False
+        self._after_read.append(call)
+        return True
+
     def _on_readable(self) -> None:
         if self.active:
             self._reads += 1
-            self._read()
+            calls: list[Callable[[], None]] = []
+            self._after_read = calls
+            try:
+                self._read()
+            finally:
+                self._after_read = None
+                for call in calls:
+                    call()
             return
         loop, fd = self._loop, self._fd  # the runtime's thread reads now
         if loop is not None:

@@ -11,6 +11,7 @@ A transport implements `_listen` and `_close`; everything else about starting an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -22,6 +23,16 @@ RETRY_S = 1.0
 """Retry time in refusals of a draining server; by then another server listens at the address, or soon will."""
 
 T = TypeVar("T")
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what creates the event loop of a server process: uvloop's where it is installed, else None (asyncio's)."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return None
 
 
 class DrainSwitch:

@@ -240,6 +240,7 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
             raise MissingPackage(package, "serve")
     keep_freed_memory()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core logs without limit
+    from weftline.engine.serving.lifecycle import loop_factory
     from weftline.engine.serving.server import serve as run_server
 
     with ExitStack() as loading:
@@ -249,7 +250,8 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
             loading.close()  # removes the progress bars
             print("\n".join(announced(serving)), file=out, flush=True)
 
-        return asyncio.run(run_server(config, announce=announce, progress=progress))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(run_server(config, announce=announce, progress=progress))
 
 
 def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:

@@ -10,7 +10,6 @@ service manager sends them to all processes of a service, and the engine decides
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -35,6 +34,7 @@ from weftline.engine.serving.frontend.remote import RemoteBackend
 from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, attach_request_buffer
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.identity import version
+from weftline.engine.serving.lifecycle import loop_factory
 from weftline.engine.serving.logs import start_logs
 from weftline.engine.serving.malloc import keep_freed_memory
 from weftline.engine.worker.hardening import harden
@@ -160,18 +160,9 @@ def main(make: MakeServers, arguments: list[str]) -> None:
     async def run() -> None:
         await IngressProcess(make, buffer, read_only).run(socket.socket(fileno=sock))
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())
     os._exit(0)  # does not wait for threads of libraries
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return None
 
 
 if __name__ == "__main__":

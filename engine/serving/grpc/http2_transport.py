@@ -543,7 +543,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._working = True
             self.server.loop.call_soon(self._work)
         self._balance_reading()
-        self.flush_soon()
+        if self.http2.wants_write:
+            self.flush_soon()
 
     def _receive(self, data: memoryview) -> bool:
         """Process bytes; returns False if that ended the connection."""

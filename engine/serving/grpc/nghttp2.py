@@ -643,6 +643,11 @@ class Http2Connection:
         _check(_lib.nghttp2_session_terminate_session(self._session, code))
 
     @property
+    def wants_write(self) -> bool:
+        """True if frames are queued that windows permit."""
+        return bool(_lib.nghttp2_session_want_write(self._session))
+
+    @property
     def ended(self) -> bool:
         """True if there is nothing more to read or to send: the socket can be closed."""
         return not (_lib.nghttp2_session_want_read(self._session) or _lib.nghttp2_session_want_write(self._session))

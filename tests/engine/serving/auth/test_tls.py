@@ -14,14 +14,16 @@ from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
+import uvloop
 
 from tests.engine.serving.auth.certificates import Authority
 from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
 from weftline.engine.serving.auth.tls import PEM_BYTES_MAX, TlsFiles, server_credentials, ssl_context
 from weftline.engine.serving.config import GrpcConfig, ServeConfig, Tls
 from weftline.engine.serving.grpc.grpcio_transport import GrpcioTransport
+from weftline.engine.serving.grpc.guard import Guard
 from weftline.engine.serving.grpc.http2_transport import Http2Transport
-from weftline.engine.serving.grpc.service import Guard, UnaryMethod
+from weftline.engine.serving.grpc.service import UnaryMethod
 from weftline.errors import PipelineError
 
 Pair = tuple[Path, Path]
@@ -219,13 +221,21 @@ async def echo(data: bytes) -> bytes:
     return data
 
 
-@pytest.fixture(params=[Http2Transport, GrpcioTransport], ids=["nghttp2", "grpcio"])
+@pytest.fixture(
+    params=[
+        (Http2Transport, asyncio.new_event_loop),
+        (Http2Transport, uvloop.new_event_loop),
+        (GrpcioTransport, asyncio.new_event_loop),
+    ],
+    ids=["nghttp2", "nghttp2-uvloop", "grpcio"],
+)
 def grpc_server(request: pytest.FixtureRequest) -> Serve:
     """Serve one method with TLS through each of the transports; returns the port."""
 
     @contextmanager
     def serve(tls: Tls) -> Iterator[int]:
-        loop, guard = asyncio.new_event_loop(), cast(Guard, Admitting())
+        kind, make_loop = request.param
+        loop, guard = make_loop(), cast(Guard, Admitting())
         threading.Thread(target=loop.run_forever, daemon=True).start()
 
         def run(work: Coroutine[Any, Any, T]) -> T:
@@ -233,7 +243,7 @@ def grpc_server(request: pytest.FixtureRequest) -> Serve:
 
         async def make() -> Any:
             config = ServeConfig({}, GrpcConfig(port=0), tls=tls)
-            return request.param(config, {"/test.Echo/Say": UnaryMethod(echo)}, guard)
+            return kind(config, {"/test.Echo/Say": UnaryMethod(echo)}, guard)
 
         transport = run(make())
         try:

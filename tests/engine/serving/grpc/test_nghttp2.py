@@ -226,7 +226,8 @@ def test_interleaved_streams_with_any_windows(
         elif what == "exchange":
             pair.exchange(splits, acknowledge=False)
         elif what == "ping":
-            client.ping(bytes(8)) if amount < 4000 else None
+            pair.server.http2.allow_ping()  # else five without a call are a flood
+            client.ping(bytes(8))
         elif what == "settings":
             client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: amount})
         elif what == "window":

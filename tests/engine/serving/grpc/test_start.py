@@ -15,6 +15,7 @@ from tests.engine.fire import Gate, builder, settled, wait_until
 from tests.engine.serving.frontend.linked import linked, settle
 from tests.engine.serving.grpc.requests import request, text_request
 from weftline.engine.repository import Repository
+from weftline.engine.runtime.event_loop import AsyncioReader
 from weftline.engine.serving.auth.gate import UNRESTRICTED, Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Backend, Record
@@ -215,7 +216,11 @@ def test_a_cancelled_request_is_withdrawn_and_done_is_not_called(repository: Rep
     assert sorted(one.status for one in records) == ["CANCELLED", "CANCELLED", "CANCELLED", "OK"]
 
 
-def test_a_result_that_waits_for_the_loop_is_released_by_a_cancel(repository: Repository) -> None:
+def test_a_result_that_waits_for_the_loop_is_released_by_a_cancel(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AsyncioReader, "after_read", lambda self, loop, call: False)
+
     async def script() -> None:
         one, ended = inference(LocalBackend(repository, {})), list[object]()
         data = request(values=bytes(40_000)).SerializeToString()
