@@ -226,8 +226,9 @@ def test_interleaved_streams_with_any_windows(
         elif what == "exchange":
             pair.exchange(splits, acknowledge=False)
         elif what == "ping":
-            pair.server.http2.allow_ping()  # else five without a call are a flood
             client.ping(bytes(8))
+            pair.exchange(splits, acknowledge=False)
+            pair.server.http2.allow_ping()  # else five without a call are a flood
         elif what == "settings":
             client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: amount})
         elif what == "window":
