@@ -71,15 +71,19 @@ async def idle(host: str, port: int, count: int) -> None:
 
 
 async def slow(host: str, port: int, count: int) -> None:
-    """Send the beginning of a call a byte at a time, ten bytes a second, from each connection."""
+    """Send the beginning of a call a byte at a time, ten a second, on each connection; connect again if closed."""
+    call = PREFACE + SETTINGS + frame(HEADERS, 4, 1, headers(b"/inference.GRPCInferenceService/ModelInfer"))
 
     async def one() -> None:
-        _, writer = await asyncio.open_connection(host, port)
-        call = PREFACE + SETTINGS + frame(HEADERS, 4, 1, headers(b"/inference.GRPCInferenceService/ModelInfer"))
-        for at in range(len(call)):
-            writer.write(call[at : at + 1])
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(3600)
+        while True:
+            reader, writer = await asyncio.open_connection(host, port)
+            for at in range(len(call)):
+                if reader.at_eof():
+                    break
+                writer.write(call[at : at + 1])
+                await asyncio.sleep(0.1)
+            await reader.read()  # until the server closes
+            writer.close()
 
     many = [asyncio.create_task(one()) for _ in range(count)]
     await asyncio.sleep(1)
@@ -135,11 +139,11 @@ async def references(host: str, port: int, rate: int) -> None:
                 _, writer = await asyncio.open_connection(host, port)
                 writer.write(PREFACE + SETTINGS + frame(HEADERS, 4, 1, path + remembered()))
                 stream = 3
+            burst = b""
             for _ in range(max(1, rate // 20)):
-                writer.write(
-                    frame(HEADERS, 4, stream, path + 16_000 * REFERENCE) + frame(RST_STREAM, 0, stream, CANCEL)
-                )
+                burst += frame(HEADERS, 4, stream, path + 16_000 * REFERENCE) + frame(RST_STREAM, 0, stream, CANCEL)
                 stream += 2
+            writer.write(burst)
             await writer.drain()
             await asyncio.sleep(0.05)
         except OSError:
