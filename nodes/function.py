@@ -183,6 +183,7 @@ class Function(BatchNode):
         sparse = not self._defaults.isdisjoint(names)
         call, held_later = self._call, self._held_later
         answers: list[Any] = []
+        last = len(batch) - 1
         answer: Any = object()
         references = getrefcount(answer)  # of an object with the single name `answer`, by this interpreter's count
         for place in range(len(batch)):
@@ -194,8 +195,8 @@ class Function(BatchNode):
                 answer = call(**inputs)
                 if not isinstance(answer, held_later):
                     answer = self._apart(answer)
-                if answer.__class__ in _UNCHANGING:
-                    answers.append(answer)
+                if answer.__class__ in _UNCHANGING or place == last:
+                    answers.append(answer)  # the function does not run again before it is read
                 elif (
                     answer.__class__ is np.ndarray  # the usual one, found without leaving this frame
                     and answer.base is None
@@ -204,6 +205,8 @@ class Function(BatchNode):
                     and answer.flags.owndata
                 ):
                     answers.append(answer)  # no other reference to its memory
+                elif answer.__class__ is np.ndarray and any(answer is value for value in inputs.values()):
+                    answers.append(answer)  # passed on: arrays of inputs are read-only
                 else:
                     made = dict(zip(self._names, (answer,) if held_later else answer))
                     del answer  # `made` has the only reference

@@ -223,14 +223,17 @@ def test_what_only_the_outputs_refer_to_is_handed_on_where_it_is(bench: Bench, w
         assert all(isinstance(one, msg.ItemResult) for one in done.results)
 
 
-def test_a_new_array_of_a_function_is_left_to_be_packed_with_its_batch(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "rows", "copied"), [("Fresh", 3, []), ("Owned", 3, [0, 1]), ("Owned", 1, []), ("same", 3, [])]
+)
+def test_only_what_a_function_may_still_write_is_copied_early(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, rows: int, copied: list[int]
 ) -> None:
     settled: list[int] = []
-    step = function_step(bench, "Fresh")
+    step = function_step(bench, name)
     monkeypatch.setattr(step, "settle", lambda position, *more: settled.append(position))
-    step.run(run_of(rows_of(bench, 3, BIG)))
-    assert settled == []
+    step.run(run_of(rows_of(bench, rows, BIG)))
+    assert settled == copied
 
 
 def test_neighbours_are_neighbours_as_copies(bench: Bench) -> None:
