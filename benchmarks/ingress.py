@@ -61,7 +61,7 @@ class Row:
             return self.steps == "one" and not self.shared
         if server.startswith("weftline") and "apart" in server:
             return self.steps == "three"
-        return not (self.shared and server in HTTP_PEERS)
+        return not (self.shared and (server in HTTP_PEERS or server.startswith("weftline-2")))
 
 
 ROWS = tuple(

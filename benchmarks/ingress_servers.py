@@ -135,7 +135,7 @@ def command_of(name: str, port: int, folder: Path) -> Sequence[str]:
     files = write_pipelines(folder, "-apart" in name) + (write_others(folder) if name.endswith("+") else [])
     processes = next(iter(re.findall(r"\d+", name)), "0")
     serve = [sys.executable, "-m", "weftline", "serve", *serve_files(files, transport), "--port", str(port)]
-    return [*serve, "--processes", processes, "--shared-memory"]
+    return [*serve, "--processes", processes, *(["--shared-memory"] if int(processes) < 2 else [])]
 
 
 @contextlib.contextmanager
