@@ -124,6 +124,11 @@ IMAGE_CLASSIFICATION = Kind(
     ("ForImageClassification", "ForImageClassificationWithTeacher"), "labels pictures", "transformers",
     "image-classification",
 )  # fmt: skip
+OBJECT_DETECTION = Kind(("ForObjectDetection",), "finds objects in pictures", "transformers", "object-detection")
+DEPTH_ESTIMATION = Kind(("ForDepthEstimation",), "measures depth in pictures", "transformers", "depth-estimation")
+PICTURES_AND_TEXTS = Kind(
+    ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
+)
 _KINDS = (
     SEQUENCE_CLASSIFICATION,
     LANGUAGE_MODEL,
@@ -135,7 +140,13 @@ _KINDS = (
     Kind(("ForSpeechSeq2Seq", "ForCTC"), "transcribes recordings"),
     Kind(("ForAudioClassification",), "labels recordings"),
     IMAGE_CLASSIFICATION,
-    Kind(("ForObjectDetection",), "finds objects in pictures"),
+    Kind(
+        tuple(f"{name}ForObjectDetection" for name in ("OwlViT", "Owlv2", "GroundingDino", "OmDetTurbo")),
+        "finds objects that a text names",
+    ),
+    OBJECT_DETECTION,
+    DEPTH_ESTIMATION,
+    PICTURES_AND_TEXTS,
     NO_HEAD,  # last: other heads end so, too
 )
 OWN_NODE = "run it in a node of your own, `node: file.py:Class`"

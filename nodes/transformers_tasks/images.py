@@ -1,4 +1,4 @@
-"""Tasks on pictures: image-classification."""
+"""Tasks on pictures: image-classification, object-detection, depth-estimation, zero-shot-image-classification."""
 
 from __future__ import annotations
 
@@ -8,20 +8,36 @@ from typing import Any
 
 import numpy as np
 
-from weftline.nodes.classify import independent, probable_labels, to_probabilities
-from weftline.nodes.contract import Batch, Outputs, StepContext
+from weftline.nodes.classify import independent, labels_of, probable_labels, to_probabilities
+from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
+from weftline.nodes.detections import Detections
 from weftline.nodes.device_tensors import as_torch
-from weftline.nodes.hugging_face import IMAGE_CLASSIFICATION
+from weftline.nodes.hugging_face import (
+    DEPTH_ESTIMATION,
+    IMAGE_CLASSIFICATION,
+    OBJECT_DETECTION,
+    PICTURES_AND_TEXTS,
+    check_tokenizer,
+)
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.transformers_tasks.task import (
     Model,
     Task,
     TransformersConfig,
+    check_hypothesis,
+    check_labels,
     check_preprocessor,
     check_top_k,
     label_outputs,
     label_ports,
 )
+
+THRESHOLD = 0.5
+"""Default of option `threshold`, as in transformers."""
+
+PHOTO = "This is a photo of {}."
+"""Default of option `hypothesis`, as in transformers."""
+
 
 class ImageTask(Task):
     """A task whose inputs are prepared by an image processor."""
@@ -35,13 +51,25 @@ class ImageTask(Task):
     def warm_up(self) -> None:
         self.run(Batch({"image": [np.zeros((64, 64, 3), np.uint8)]}))
 
-    def _pixels(self, images: Sequence[Any], **options: Any) -> Sequence[Any]:
-        """Return the processor's pixels of pictures uint8[H, W, 3]: for each an array or tensor [channels, h, w]."""
-        prepared = self.model.processor(
-            images=[as_torch(image) for image in images], input_data_format="channels_last", **options
-        )
-        found: Sequence[Any] = prepared["pixel_values"]
-        return found
+    def _prepared(self, images: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return the arguments of the network for pictures uint8[H, W, 3]: for each, an array or tensor of every item.
+
+        All pictures are prepared in one call.
+        """
+        found = self._processor(images=[as_torch(image) for image in images], input_data_format="channels_last")
+        return {"pixel_values": found["pixel_values"]}
+
+    def _prepared_alone(self, images: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return the same for a processor that would pad the smaller pictures of one call, which changes answers."""
+        found = [
+            self._processor(images=[as_torch(image)], input_data_format="channels_last", return_tensors="pt")
+            for image in images
+        ]
+        return {name: [one[name][0] for one in found] for name in found[0]}
+
+    @property
+    def _processor(self) -> Any:
+        return self.model.processor
 
 
 class ImageClassification(ImageTask):
@@ -68,7 +96,136 @@ class ImageClassification(ImageTask):
 
     def run(self, batch: Batch) -> Outputs:
         rows: list[Any] = [None] * len(batch)
-        for items, output in self.model.grouped("pixel_values", self._pixels(batch["image"])):
+        for items, output in self.model.grouped(self._prepared(batch["image"])):
             for item, row in zip(items, output.logits.float().cpu().numpy(), strict=True):
                 rows[item] = row
         return label_outputs(self._labels, to_probabilities(np.stack(rows), self._independent), self.config.top_k)
+
+
+class ObjectDetection(ImageTask):
+    """Boxes around objects. Pictures of one size, after the processor resized them, share a call."""
+
+    name = "object-detection"
+    auto_class = "AutoModelForObjectDetection"
+    kinds = (OBJECT_DETECTION,)
+    expected = "a model that finds objects (...ForObjectDetection)"
+    options = ("threshold",)
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels_of(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        if config.threshold is not None and not 0 <= config.threshold <= 1:
+            raise ConfigError("threshold", f"{config.threshold}", "from 0 to 1")
+        about = "boxes, classes and scores, most confident first"
+        return Ports((port("image", "image", about="the picture"),), (port("detections", "detections", about=about),))
+
+    def run(self, batch: Batch) -> Outputs:
+        threshold = THRESHOLD if self.config.threshold is None else self.config.threshold
+        detections: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            found = self._processor.post_process_object_detection(output, threshold, sizes)
+            for item, size, one in zip(items, sizes, found, strict=True):
+                detections[item] = self._detections(one, size)
+        return {"detections": detections}
+
+    def _detections(self, found: Mapping[str, Any], size: tuple[int, ...]) -> Detections:
+        """Return the objects of a picture of `size` (height, width), their boxes cut at its edges."""
+        boxes, scores = (found[name].float().cpu().numpy() for name in ("boxes", "scores"))
+        order = np.argsort(-scores, kind="stable")
+        edges = np.array([size[1], size[0]] * 2, np.float32)
+        classes = found["labels"].cpu().numpy().astype(np.int32)
+        return Detections(np.clip(boxes[order], 0, edges), scores[order], classes[order], self._labels)
+
+
+class DepthEstimation(ImageTask):
+    """Depth of every pixel, in the unit of the model."""
+
+    name = "depth-estimation"
+    auto_class = "AutoModelForDepthEstimation"
+    kinds = (DEPTH_ESTIMATION,)
+    expected = "a model that measures depth (...ForDepthEstimation)"
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        about = "depth of every pixel of the picture, in the unit of the model"
+        return Ports((port("image", "image", about="the picture"),), (port("depth", "float32[H, W]", about=about),))
+
+    def run(self, batch: Batch) -> Outputs:
+        depths: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            found = self._processor.post_process_depth_estimation(output, sizes)
+            for item, size, one in zip(items, sizes, found, strict=True):
+                depths[item] = one["predicted_depth"].float().reshape(size).cpu().numpy()
+        return {"depth": depths}
+
+
+class ZeroShotImageClassification(ImageTask):
+    """Labels that the step names, scored by a model that compares pictures with texts.
+
+    The texts' embeddings are computed once, when the step opens.
+    """
+
+    name = "zero-shot-image-classification"
+    auto_class = "AutoModelForZeroShotImageClassification"
+    processor = "AutoProcessor"
+    kinds = (PICTURES_AND_TEXTS,)
+    expected = "a model that compares pictures with texts (CLIPModel)"
+    options = ("labels", "hypothesis")
+    method = "get_image_features"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        import torch
+
+        super().__init__(config, model)
+        self._labels = config.labels or ()
+        template = config.hypothesis or PHOTO
+        tokenizer = model.processor.tokenizer
+        tokens = tokenizer(
+            [template.format(label) for label in self._labels], padding=True, truncation=True,
+            max_length=model.config["text_config"]["max_position_embeddings"], return_tensors="pt",
+        )  # fmt: skip
+        with torch.inference_mode():
+            found = model.network.get_text_features(**tokens.to(model.device))
+        self._texts = _unit(found).cpu()
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        if config.labels is None:
+            raise ConfigError("labels", "there are no labels", "a list of labels", "write labels")
+        check_labels(config.labels)
+        check_hypothesis(config)
+        return Ports((port("image", "image", about="the picture"),), label_ports())
+
+    @classmethod
+    def check_files(cls, folder: Path, shown: str) -> None:
+        super().check_files(folder, shown)
+        check_tokenizer(folder, shown)
+
+    def run(self, batch: Batch) -> Outputs:
+        rows: list[Any] = [None] * len(batch)
+        scale = self.model.network.logit_scale.detach().float().exp().cpu()
+        for items, output in self.model.grouped(self._prepared(batch["image"])):
+            logits = _unit(output).cpu() @ self._texts.T * scale
+            for item, row in zip(items, logits.numpy(), strict=True):
+                rows[item] = row
+        return label_outputs(self._labels, to_probabilities(np.stack(rows), False), len(self._labels))
+
+    @property
+    def _processor(self) -> Any:
+        return self.model.processor.image_processor
+
+
+def _unit(features: Any) -> Any:
+    """Return float32 [rows, width] of length 1; transformers 5.0 returns the features, later ones an output."""
+    import torch
+
+    return torch.nn.functional.normalize(getattr(features, "pooler_output", features).float(), dim=-1)

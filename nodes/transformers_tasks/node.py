@@ -9,13 +9,22 @@ from typing import Any, ClassVar
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext, model_error
 from weftline.nodes.ports import Ports
 from weftline.nodes.precision import check_precision
-from weftline.nodes.transformers_tasks.images import ImageClassification
+from weftline.nodes.transformers_tasks.images import (
+    DepthEstimation,
+    ImageClassification,
+    ObjectDetection,
+    ZeroShotImageClassification,
+)
 from weftline.nodes.transformers_tasks.task import Model, Task, TransformersConfig, check_model
 from weftline.nodes.transformers_tasks.texts import QuestionAnswering, TokenClassification, ZeroShotClassification
 
 TASKS: Mapping[str, type[Task]] = {
-    task.name: task for task in (ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification)
-}
+    task.name: task
+    for task in (
+        ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification, ObjectDetection,
+        DepthEstimation, ZeroShotImageClassification,
+    )
+}  # fmt: skip
 """The tasks by name."""
 
 _OTHER_NODES = {

@@ -7,6 +7,7 @@ only where a mask makes padding without effect, and otherwise inputs of equal sh
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,19 +53,21 @@ _REMOTE_CODE = ("config.json", "preprocessor_config.json", "processor_config.jso
 class TransformersConfig:
     """Options of `transformers`.
 
-    task:        one of transformers' tasks: image-classification, token-classification, question-answering or
-                 zero-shot-classification. Each needs a model that was made for it; config.json names its class.
+    task:        one of transformers' tasks: image-classification, token-classification, question-answering,
+                 zero-shot-classification, object-detection, depth-estimation or zero-shot-image-classification. Each
+                 needs a model that was made for it; config.json names its class.
     model:       a model of transformers as a folder or hub name: safetensors only, no code from the model.
     precision:   number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
     top_k:       image-classification: most labels in `scores`; default 5.
     aggregation: token-classification: how tokens become entities, as in transformers: 'none' (each token), 'simple',
                  'first', 'average' or 'max'; default 'none'.
-    labels:      zero-shot tasks: the candidate labels. zero-shot-classification reads them from input `labels` instead
-                 where that is wired.
+    labels:      zero-shot tasks: the candidate labels. zero-shot-classification reads them from its input `labels`
+                 instead where that is wired.
     hypothesis:  zero-shot tasks: the sentence that a label is put into, with {} in its place; default 'This example is
-                 {}.' for texts.
+                 {}.' for texts, 'This is a photo of {}.' for pictures.
     multi_label: zero-shot-classification: labels do not exclude each other, and each has a probability of its own;
                  default false.
+    threshold:   object-detection: minimum score of a detection; default 0.5.
     """
 
     task: str
@@ -75,6 +78,7 @@ class TransformersConfig:
     labels: tuple[str, ...] | None = None
     hypothesis: str | None = None
     multi_label: bool | None = None
+    threshold: float | None = None
 
 
 class Model:
@@ -86,7 +90,8 @@ class Model:
 
     def __init__(self, task: type[Task], config: TransformersConfig, context: OpenContext) -> None:
         self.shown, self.device, self._precision = config.model, context.framework_device, config.precision
-        self.network = load_network(task.auto_class, config.model, context, task.unused)
+        self.network = load_network(task.auto_class, config.model, context)
+        self._function = getattr(self.network, task.method)
         round_weights(self.network, config.precision)
         self.config: dict[str, Any] = self.network.config.to_dict()
         self.processor = _load_processor(task.processor, config.model, context)
@@ -97,18 +102,18 @@ class Model:
 
         there = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         with torch.inference_mode(), computing_in(self._precision, self.device):
-            return self.network(**there)
+            return self._function(**there)
 
-    def grouped(self, name: str, rows: Sequence[Any]) -> Iterator[tuple[list[int], Any]]:
-        """Yield the positions of rows of equal shape, and the output of one call for them.
+    def grouped(self, columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[list[int], Any]]:
+        """Yield the positions of items of equal shapes, and the output of one call for them.
 
-        name: the network's argument. rows: arrays or torch tensors, one for each item.
+        columns: for each argument of the network, an array or torch tensor for every item.
         """
         import torch
 
-        tensors = [torch.as_tensor(row) for row in rows]
-        for items in group_by_shape([tensors], len(tensors)):
-            yield items, self({name: torch.stack([tensors[item] for item in items])})
+        tensors = {name: [torch.as_tensor(row) for row in rows] for name, rows in columns.items()}
+        for items in group_by_shape([*tensors.values()], len(next(iter(tensors.values())))):
+            yield items, self({name: torch.stack([rows[item] for item in items]) for name, rows in tensors.items()})
 
     def labels(self) -> tuple[str, ...]:
         """Return the names of the network's classes. ConfigError: config.json does not list all."""
@@ -133,7 +138,7 @@ class Task(ABC):
     processor:  class of transformers that loads what prepares its inputs.
     kinds:      models that it runs; expected: the same as a phrase.
     options:    options of TransformersConfig that it reads, besides task, model and precision.
-    unused:     name prefixes of tensors that may be missing in the weights.
+    method:     method of the network that computes a batch.
     """
 
     name: ClassVar[str]
@@ -142,7 +147,7 @@ class Task(ABC):
     kinds: ClassVar[tuple[Kind, ...]]
     expected: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
-    unused: ClassVar[tuple[str, ...]] = ()
+    method: ClassVar[str] = "__call__"
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
         self.config, self.model = config, model
@@ -184,10 +189,20 @@ def check_model(task: type[Task], model: str, base_dir: Path) -> dict[str, Any] 
             raise ConfigError("model", f"{model}/{file} has auto_map: the model is code of its own", "no code", fix)
     check_kind(found, model, task.kinds, task.expected)
     task.check_config(found, model)
+    _check_backbone(found, model)
     if find_model(model, base_dir) is not None:  # missing files of a hub model are downloaded when the node opens
         find_weights(folder, model, task.auto_class)
         task.check_files(folder, model)
     return found
+
+
+def _check_backbone(found: Mapping[str, Any], shown: str) -> None:
+    """Raise ConfigError when config.json wants a backbone of timm, and timm is not installed."""
+    inner = found.get("backbone_config")
+    of_timm = isinstance(inner, dict) and inner.get("model_type") == "timm_backbone"
+    if (of_timm or found.get("use_timm_backbone")) and importlib.util.find_spec("timm") is None:
+        fix = "pip install timm, or name a model without it"
+        raise ConfigError("model", f"{shown} has a backbone of package timm, which is not installed", "", fix)
 
 
 def check_preprocessor(folder: Path, shown: str, inside: str, auto_class: str) -> None:

@@ -287,9 +287,11 @@ class ZeroShotClassification(TextTask):
     def _probabilities(self, logits: np.ndarray, entails: int) -> np.ndarray:
         """Return float32 [labels] of float32 [labels, classes]."""
         if not self.config.multi_label and len(logits) > 1:
-            return to_probabilities(logits[None, :, entails], False)[0]
+            found: np.ndarray = to_probabilities(logits[None, :, entails], False)[0]
+            return found
         against = -1 if entails == 0 else 0  # the class that contradicts, as in transformers
-        return to_probabilities(logits[:, [against, entails]], False)[:, 1]
+        found = to_probabilities(logits[:, [against, entails]], False)[:, 1]
+        return found
 
 
 def _entailment(labels: Sequence[str]) -> int | None:

@@ -12,7 +12,24 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from weftline.nodes.contract import ConfigError, OpenContext, StepContext
 from weftline.nodes.transformers_tasks.node import Transformers, TransformersConfig
 
-WORDS = ["good", "bad", "day", "key", "paris", "anna", "lives", "in", "##ly", "##s", "un", "##der", "is", "this", ".", "?"]
+WORDS = [
+    "good",
+    "bad",
+    "day",
+    "key",
+    "paris",
+    "anna",
+    "lives",
+    "in",
+    "##ly",
+    "##s",
+    "un",
+    "##der",
+    "is",
+    "this",
+    ".",
+    "?",
+]
 SIDE = 32
 """Height and width of the pictures that the models see."""
 
@@ -67,6 +84,74 @@ def save_vit(folder: Path, **options: Any) -> Path:
     )  # fmt: skip
     processor = transformers.ViTImageProcessor(size={"height": SIDE, "width": SIDE})
     return save(transformers.ViTForImageClassification(config), folder, processor)
+
+
+def save_detr(folder: Path, **options: Any) -> Path:
+    """Save a DETR whose processor keeps the proportions of a picture, so that sizes differ within a batch."""
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1], out_features=["stage4"]
+    )
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, num_queries=6, d_model=16, encoder_layers=1,
+        encoder_ffn_dim=16, encoder_attention_heads=2, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2,
+        **options,
+    )  # fmt: skip
+    processor = transformers.DetrImageProcessor(size={"shortest_edge": 64, "longest_edge": 128})
+    return save(transformers.DetrForObjectDetection(config), folder, processor)
+
+
+def save_rt_detr(folder: Path, **options: Any) -> Path:
+    backbone = transformers.RTDetrResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], layer_type="basic", out_indices=[2, 3, 4]
+    )
+    config = transformers.RTDetrConfig(
+        backbone_config=backbone, encoder_hidden_dim=16, encoder_in_channels=[16, 16, 16], encoder_ffn_dim=16,
+        encoder_attention_heads=2, d_model=16, num_queries=6, decoder_in_channels=[16, 16, 16], decoder_ffn_dim=16,
+        decoder_attention_heads=2, decoder_layers=1, hidden_expansion=0.5, **options,
+    )  # fmt: skip
+    processor = transformers.RTDetrImageProcessor(size={"height": 64, "width": 64})
+    return save(transformers.RTDetrForObjectDetection(config), folder, processor)
+
+
+def save_dpt(folder: Path) -> Path:
+    config = transformers.DPTConfig(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=16, image_size=SIDE,
+        patch_size=8, backbone_out_indices=[0, 1, 2, 3], neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+    )  # fmt: skip
+    processor = transformers.DPTImageProcessor(size={"height": SIDE, "width": SIDE})
+    return save(transformers.DPTForDepthEstimation(config), folder, processor)
+
+
+def save_depth_anything(folder: Path) -> Path:
+    """Save a model whose processor keeps the proportions of a picture."""
+    backbone = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=16, image_size=SIDE, patch_size=8,
+        out_indices=[1, 2, 3, 4], apply_layernorm=True, reshape_hidden_states=False,
+    )  # fmt: skip
+    config = transformers.DepthAnythingConfig(
+        backbone_config=backbone, patch_size=8, reassemble_hidden_size=16, neck_hidden_sizes=[8, 8, 8, 8],
+        fusion_hidden_size=8, head_hidden_size=8,
+    )  # fmt: skip
+    processor = transformers.DPTImageProcessor(
+        size={"height": SIDE, "width": SIDE}, keep_aspect_ratio=True, ensure_multiple_of=8
+    )
+    return save(transformers.DepthAnythingForDepthEstimation(config), folder, processor)
+
+
+def save_clip(folder: Path) -> Path:
+    shared = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.CLIPConfig(
+        text_config={
+            **shared, "vocab_size": 4 + len(WORDS), "max_position_embeddings": 16, "eos_token_id": 3,
+            "bos_token_id": 2, "pad_token_id": 0,
+        },
+        vision_config={**shared, "image_size": SIDE, "patch_size": 8},
+        projection_dim=8,
+    )  # fmt: skip
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    tokenizer = bert_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return save(transformers.CLIPModel(config), folder, processor, tokenizer)
 
 
 def pictures() -> list[np.ndarray]:
