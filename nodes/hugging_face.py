@@ -129,7 +129,19 @@ DEPTH_ESTIMATION = Kind(("ForDepthEstimation",), "measures depth in pictures", "
 PICTURES_AND_TEXTS = Kind(
     ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
 )
+_LISTENERS = (
+    "Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "Wav2Vec2", "Wav2Vec2Bert",
+    "Wav2Vec2Conformer", "WavLM",
+)  # fmt: skip
+"""Models of recordings whose class for labels is called ...ForSequenceClassification, as those of texts are."""
+
+AUDIO_CLASSIFICATION = Kind(
+    ("ForAudioClassification", *(f"{name}ForSequenceClassification" for name in _LISTENERS)), "labels recordings",
+    "transformers", "audio-classification",
+)  # fmt: skip
+CTC = Kind(("ForCTC",), "transcribes recordings", "transformers", "automatic-speech-recognition")
 _KINDS = (
+    AUDIO_CLASSIFICATION,  # before those whose heads end the same
     SEQUENCE_CLASSIFICATION,
     LANGUAGE_MODEL,
     MASKED_LM,
@@ -137,8 +149,8 @@ _KINDS = (
     TOKEN_CLASSIFICATION,
     QUESTION_ANSWERING,
     Kind(("ForMultipleChoice",), "chooses among texts"),
-    Kind(("ForSpeechSeq2Seq", "ForCTC"), "transcribes recordings"),
-    Kind(("ForAudioClassification",), "labels recordings"),
+    Kind(("ForSpeechSeq2Seq",), "transcribes recordings"),
+    CTC,
     IMAGE_CLASSIFICATION,
     Kind(
         tuple(f"{name}ForObjectDetection" for name in ("OwlViT", "Owlv2", "GroundingDino", "OmDetTurbo")),
@@ -169,7 +181,7 @@ def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], ex
     name, kind = kind_of(config)
     if kind is None or kind in wanted:
         return
-    node = "whisper" if config.get("model_type") == "whisper" else kind.node
+    node = "whisper" if config.get("model_type") == "whisper" and not kind.task else kind.node
     run = f"node {node} with `task: {kind.task}`" if kind.task else f"node {node}"
     other = f"use {run} for it, or name another model" if node else f"name another model, or {OWN_NODE}"
     raise ConfigError("model", f"{shown} is a {name:.80}, which {kind.about}", expected, fix or other)

@@ -15,6 +15,7 @@ from weftline.nodes.transformers_tasks.images import (
     ObjectDetection,
     ZeroShotImageClassification,
 )
+from weftline.nodes.transformers_tasks.recordings import AudioClassification, SpeechRecognition
 from weftline.nodes.transformers_tasks.task import Model, Task, TransformersConfig, check_model
 from weftline.nodes.transformers_tasks.texts import QuestionAnswering, TokenClassification, ZeroShotClassification
 
@@ -22,7 +23,7 @@ TASKS: Mapping[str, type[Task]] = {
     task.name: task
     for task in (
         ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification, ObjectDetection,
-        DepthEstimation, ZeroShotImageClassification,
+        DepthEstimation, ZeroShotImageClassification, AudioClassification, SpeechRecognition,
     )
 }  # fmt: skip
 """The tasks by name."""

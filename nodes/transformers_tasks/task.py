@@ -19,7 +19,7 @@ import numpy as np
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.classify import labels_of
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, Outputs, StepContext
-from weftline.nodes.device_tensors import offload
+from weftline.nodes.device_tensors import as_torch, offload
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.hugging_face import (
     Kind,
@@ -111,7 +111,7 @@ class Model:
         """
         import torch
 
-        tensors = {name: [torch.as_tensor(row) for row in rows] for name, rows in columns.items()}
+        tensors = {name: [as_torch(row) for row in rows] for name, rows in columns.items()}
         for items in group_by_shape([*tensors.values()], len(next(iter(tensors.values())))):
             yield items, self({name: torch.stack([rows[item] for item in items]) for name, rows in tensors.items()})
 

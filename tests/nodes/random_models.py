@@ -1,5 +1,6 @@
 """Folders of tiny models of transformers with random weights, each with its processor, and steps that run them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,39 @@ def save_clip(folder: Path) -> Path:
     tokenizer = bert_tokenizer()
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return save(transformers.CLIPModel(config), folder, processor, tokenizer)
+
+
+def save_ast(folder: Path, **options: Any) -> Path:
+    config = transformers.ASTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, max_length=64,
+        num_mel_bins=32, **options,
+    )  # fmt: skip
+    extractor = transformers.ASTFeatureExtractor(num_mel_bins=32, max_length=64)
+    return save(transformers.ASTForAudioClassification(config), folder, extractor)
+
+
+def save_wav2vec2(kind: str, folder: Path, norm: str, **options: Any) -> Path:
+    """Save a model of a class such as 'Wav2Vec2ForCTC'; norm: 'layer' for one trained with masks, 'group' without."""
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=[8, 8, 8],
+        conv_kernel=[10, 8, 4], conv_stride=[5, 4, 4], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+        vocab_size=8, classifier_proj_size=8, feat_extract_norm=norm, do_stable_layer_norm=norm == "layer",
+        pad_token_id=0, **options,
+    )  # fmt: skip
+    extractor = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=norm == "layer")
+    if kind != "Wav2Vec2ForCTC":
+        return save(getattr(transformers, kind)(config), folder, extractor)
+    folder.mkdir(parents=True)
+    letters = ["<pad>", "<s>", "</s>", "<unk>", "|", "A", "B", "C"]
+    (folder / "vocab.json").write_text(json.dumps({letter: place for place, letter in enumerate(letters)}))
+    tokenizer = transformers.Wav2Vec2CTCTokenizer(folder / "vocab.json")
+    return save(transformers.Wav2Vec2ForCTC(config), folder, extractor, tokenizer)
+
+
+def recordings() -> list[np.ndarray]:
+    """Return recordings float32[samples] of different lengths, two of them of one length."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(0, 0.1, samples).astype(np.float32) for samples in (8000, 3000, 8000, 5001)]
 
 
 def pictures() -> list[np.ndarray]:
