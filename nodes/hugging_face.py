@@ -126,6 +126,9 @@ IMAGE_CLASSIFICATION = Kind(
 )  # fmt: skip
 OBJECT_DETECTION = Kind(("ForObjectDetection",), "finds objects in pictures", "transformers", "object-detection")
 DEPTH_ESTIMATION = Kind(("ForDepthEstimation",), "measures depth in pictures", "transformers", "depth-estimation")
+SEMANTIC_SEGMENTATION = Kind(
+    ("ForSemanticSegmentation",), "gives every pixel of a picture a class", "transformers", "image-segmentation"
+)
 PICTURES_AND_TEXTS = Kind(
     ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
 )
@@ -158,6 +161,8 @@ _KINDS = (
     ),
     OBJECT_DETECTION,
     DEPTH_ESTIMATION,
+    SEMANTIC_SEGMENTATION,
+    Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
     PICTURES_AND_TEXTS,
     NO_HEAD,  # last: other heads end so, too
 )

@@ -1,13 +1,14 @@
-"""Tasks on pictures: image-classification, object-detection, depth-estimation, zero-shot-image-classification."""
+"""Tasks on pictures: labels, objects, depth, segments, zero-shot labels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from weftline.errors import ModelError
 from weftline.nodes.classify import independent, labels_of, probable_labels, to_probabilities
 from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
 from weftline.nodes.detections import Detections
@@ -17,6 +18,7 @@ from weftline.nodes.hugging_face import (
     IMAGE_CLASSIFICATION,
     OBJECT_DETECTION,
     PICTURES_AND_TEXTS,
+    SEMANTIC_SEGMENTATION,
     check_tokenizer,
 )
 from weftline.nodes.ports import Ports, port
@@ -43,6 +45,13 @@ class ImageTask(Task):
     """A task whose inputs are prepared by an image processor."""
 
     processor = "AutoImageProcessor"
+    post: ClassVar[str] = ""
+    """Method of the image processor that converts outputs; '' for none."""
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        if self.post and not hasattr(self._processor, self.post):
+            raise ModelError(f"the image processor of {model.shown} has no {self.post}, which task {self.name} needs")
 
     @classmethod
     def check_files(cls, folder: Path, shown: str) -> None:
@@ -70,6 +79,10 @@ class ImageTask(Task):
     @property
     def _processor(self) -> Any:
         return self.model.processor
+
+    @property
+    def _post(self) -> Any:
+        return getattr(self._processor, self.post)
 
 
 class ImageClassification(ImageTask):
@@ -110,6 +123,7 @@ class ObjectDetection(ImageTask):
     kinds = (OBJECT_DETECTION,)
     expected = "a model that finds objects (...ForObjectDetection)"
     options = ("threshold",)
+    post = "post_process_object_detection"
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
         super().__init__(config, model)
@@ -131,7 +145,7 @@ class ObjectDetection(ImageTask):
         detections: list[Any] = [None] * len(batch)
         for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
             sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
-            found = self._processor.post_process_object_detection(output, threshold, sizes)
+            found = self._post(output, threshold, sizes)
             for item, size, one in zip(items, sizes, found, strict=True):
                 detections[item] = self._detections(one, size)
         return {"detections": detections}
@@ -152,6 +166,7 @@ class DepthEstimation(ImageTask):
     auto_class = "AutoModelForDepthEstimation"
     kinds = (DEPTH_ESTIMATION,)
     expected = "a model that measures depth (...ForDepthEstimation)"
+    post = "post_process_depth_estimation"
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
@@ -162,10 +177,61 @@ class DepthEstimation(ImageTask):
         depths: list[Any] = [None] * len(batch)
         for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
             sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
-            found = self._processor.post_process_depth_estimation(output, sizes)
+            found = self._post(output, sizes)
             for item, size, one in zip(items, sizes, found, strict=True):
                 depths[item] = one["predicted_depth"].float().reshape(size).cpu().numpy()
         return {"depth": depths}
+
+
+class ImageSegmentation(ImageTask):
+    """The class of every pixel: semantic segmentation, which does not tell objects of one class apart."""
+
+    name = "image-segmentation"
+    auto_class = "AutoModelForSemanticSegmentation"
+    kinds = (SEMANTIC_SEGMENTATION,)
+    expected = "a model of semantic segmentation (...ForSemanticSegmentation)"
+    post = "post_process_semantic_segmentation"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels_of(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        segments = (
+            "the classes of the picture: label, class (its number in the map), share (of all pixels); largest first"
+        )
+        return Ports(
+            (port("image", "image", about="the picture"),),
+            (
+                port("map", "int32[H, W]", about="class of every pixel of the picture"),
+                port("segments", "json", about=segments),
+            ),
+        )
+
+    def run(self, batch: Batch) -> Outputs:
+        maps: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            for item, one in zip(items, self._post(output, target_sizes=sizes), strict=True):
+                maps[item] = one.cpu().numpy().astype(np.int32)
+        return {"map": maps, "segments": [self._segments(one) for one in maps]}
+
+    def _segments(self, classes: np.ndarray) -> list[dict[str, Any]]:
+        found, counts = np.unique(classes, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return [
+            {
+                "label": self._labels[found[place]],
+                "class": int(found[place]),
+                "share": round(counts[place] / classes.size, 6),
+            }
+            for place in order
+        ]
 
 
 class ZeroShotImageClassification(ImageTask):

@@ -12,6 +12,7 @@ from weftline.nodes.precision import check_precision
 from weftline.nodes.transformers_tasks.images import (
     DepthEstimation,
     ImageClassification,
+    ImageSegmentation,
     ObjectDetection,
     ZeroShotImageClassification,
 )
@@ -24,6 +25,7 @@ TASKS: Mapping[str, type[Task]] = {
     for task in (
         ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification, ObjectDetection,
         DepthEstimation, ZeroShotImageClassification, AudioClassification, SpeechRecognition,
+        ImageSegmentation,
     )
 }  # fmt: skip
 """The tasks by name."""

@@ -139,6 +139,15 @@ def save_depth_anything(folder: Path) -> Path:
     return save(transformers.DepthAnythingForDepthEstimation(config), folder, processor)
 
 
+def save_segformer(folder: Path, **options: Any) -> Path:
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
+        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, **options,
+    )  # fmt: skip
+    processor = transformers.SegformerImageProcessor(size={"height": SIDE, "width": SIDE})
+    return save(transformers.SegformerForSemanticSegmentation(config), folder, processor)
+
+
 def save_clip(folder: Path) -> Path:
     shared = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.CLIPConfig(

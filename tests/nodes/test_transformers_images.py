@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.nodes import random_models
 from tests.nodes.random_models import assert_same_scores, opened, pipeline, refused
+from weftline.errors import ModelError
 from weftline.nodes.contract import Batch
 
 COLOURS = random_models.names("red", "green", "blue")
@@ -115,3 +116,45 @@ def test_wrong_labels_and_a_missing_tokenizer_are_refused(tmp_path: Path) -> Non
     assert refused(tmp_path, task, labels=("good",), hypothesis="{good}").option == "hypothesis"
     (folder / "tokenizer.json").unlink()
     assert refused(tmp_path, task, labels=("good",)).found == "m has no tokenizer"
+
+
+def test_maps_of_classes_are_those_of_the_pipeline(tmp_path: Path) -> None:
+    random_models.save_segformer(tmp_path / "m", **COLOURS)
+    pictures = random_models.pictures()
+    node = opened(tmp_path, "image-segmentation")
+    own = pipeline(tmp_path, "image-segmentation")
+    whole, seen = node.run(Batch({"image": pictures})), 0
+    for place, picture in enumerate(pictures):
+        wanted = {one["label"]: np.asarray(one["mask"]) == 255 for one in own(Image.fromarray(picture))}
+        seen += len(wanted)
+        alone = node.run(Batch({"image": [picture]}))
+        for found, segments in (
+            (whole["map"][place], whole["segments"][place]),
+            (alone["map"][0], alone["segments"][0]),
+        ):
+            assert found.shape == picture.shape[:2] and found.dtype == np.int32
+            assert {one["label"] for one in segments} == set(wanted)
+            for one in segments:
+                np.testing.assert_array_equal(found == one["class"], wanted[one["label"]])
+                assert one["share"] == pytest.approx(wanted[one["label"]].mean(), abs=1e-6)
+            shares = [one["share"] for one in segments]
+            assert shares == sorted(shares, reverse=True)
+    assert seen > 5
+
+
+def test_a_processor_without_the_tasks_conversion_is_refused(tmp_path: Path) -> None:
+    folder = random_models.save_segformer(tmp_path / "m", **COLOURS)
+    path = folder / "preprocessor_config.json"
+    settings = {**json.loads(path.read_text()), "image_processor_type": "ViTImageProcessor"}
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="post_process_semantic_segmentation"):
+        opened(tmp_path, "image-segmentation")
+
+
+def test_a_model_that_marks_single_objects_is_refused(tmp_path: Path) -> None:
+    folder = random_models.save_segformer(tmp_path / "m", **COLOURS)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["DetrForSegmentation"]}))
+    error = refused(tmp_path, "image-segmentation")
+    assert "marks the pixels of objects" in error.found and "ForSemanticSegmentation" in error.expected
+    assert "`task: image-segmentation`" not in error.fix
