@@ -143,11 +143,13 @@ AUDIO_CLASSIFICATION = Kind(
     "transformers", "audio-classification",
 )  # fmt: skip
 CTC = Kind(("ForCTC",), "transcribes recordings", "transformers", "automatic-speech-recognition")
+TEXT_TO_TEXT = Kind(("T5ForConditionalGeneration",), "turns a text into another", "transformers", "summarization")
 _KINDS = (
     AUDIO_CLASSIFICATION,  # before those whose heads end the same
     SEQUENCE_CLASSIFICATION,
     LANGUAGE_MODEL,
     MASKED_LM,
+    TEXT_TO_TEXT,
     GENERATION,
     TOKEN_CLASSIFICATION,
     QUESTION_ANSWERING,

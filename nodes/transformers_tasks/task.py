@@ -54,11 +54,12 @@ class TransformersConfig:
     """Options of `transformers`.
 
     task:        one of transformers' tasks: image-classification, token-classification, question-answering,
-                 zero-shot-classification, object-detection, depth-estimation or zero-shot-image-classification. Each
-                 needs a model that was made for it; config.json names its class.
+                 zero-shot-classification, object-detection, depth-estimation, zero-shot-image-classification,
+                 audio-classification, automatic-speech-recognition, image-segmentation, summarization or translation.
+                 Each needs a model that was made for it; config.json names its class.
     model:       a model of transformers as a folder or hub name: safetensors only, no code from the model.
     precision:   number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
-    top_k:       image-classification: most labels in `scores`; default 5.
+    top_k:       image-classification, audio-classification: most labels in `scores`; default 5.
     aggregation: token-classification: how tokens become entities, as in transformers: 'none' (each token), 'simple',
                  'first', 'average' or 'max'; default 'none'.
     labels:      zero-shot tasks: the candidate labels. zero-shot-classification reads them from its input `labels`
@@ -68,6 +69,9 @@ class TransformersConfig:
     multi_label: zero-shot-classification: labels do not exclude each other, and each has a probability of its own;
                  default false.
     threshold:   object-detection: minimum score of a detection; default 0.5.
+    prefix:      summarization, translation: text before every input, such as 'translate English to German: '; default:
+                 the one for the task in config.json, or none.
+    tokens_max:  summarization, translation: most tokens of a result; default 128.
     """
 
     task: str
@@ -79,6 +83,8 @@ class TransformersConfig:
     hypothesis: str | None = None
     multi_label: bool | None = None
     threshold: float | None = None
+    prefix: str | None = None
+    tokens_max: int | None = None
 
 
 class Model:
@@ -96,13 +102,13 @@ class Model:
         self.config: dict[str, Any] = self.network.config.to_dict()
         self.processor = _load_processor(task.processor, config.model, context)
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
+    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Any:
         """Return transformers' output of one call, with tensors on the device."""
         import torch
 
         there = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         with torch.inference_mode(), computing_in(self._precision, self.device):
-            return self._function(**there)
+            return self._function(**there, **options)
 
     def grouped(self, columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[list[int], Any]]:
         """Yield the positions of items of equal shapes, and the output of one call for them.

@@ -78,6 +78,26 @@ def save_bert(kind: str, folder: Path, tokenizer: dict[str, Any] | None = None, 
     return save(getattr(transformers, kind)(bert_config(**options)), folder, bert_tokenizer(**(tokenizer or {})))
 
 
+def t5_tokenizer() -> Any:
+    """Return a tokenizer of whole words that ends every text, as T5's does."""
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def save_t5(folder: Path, **options: Any) -> Path:
+    config = transformers.T5Config(
+        vocab_size=3 + len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, decoder_start_token_id=0,
+        **options,
+    )  # fmt: skip
+    return save(transformers.T5ForConditionalGeneration(config), folder, t5_tokenizer())
+
+
 def save_vit(folder: Path, **options: Any) -> Path:
     config = transformers.ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, image_size=SIDE,

@@ -29,8 +29,12 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "detr": lambda folder: random_models.save_detr(folder, **names("cat", "dog")),
     "dpt": random_models.save_dpt,
     "clip": random_models.save_clip,
+    "ast": lambda folder: random_models.save_ast(folder, **names("yes", "no")),
+    "ctc": lambda folder: random_models.save_wav2vec2("Wav2Vec2ForCTC", folder, "layer"),
+    "segformer": lambda folder: random_models.save_segformer(folder, **names("sky", "sea")),
+    "t5": random_models.save_t5,
 }
-INPUTS = {"photo": "image", "words": "text", "page": "text"}
+INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
 
 
 def test_the_page_has_a_row_for_every_task() -> None:
@@ -58,6 +62,10 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
     assert {port.name: str(port.type) for port in ports.outputs} == named
     node = Transformers(config)
     node.open(OpenContext(tmp_path))
-    values: dict[str, Any] = {"image": np.zeros((40, 50, 3), np.uint8), "text": "Anna lives in Paris"}
+    values: dict[str, Any] = {
+        "image": np.zeros((40, 50, 3), np.uint8),
+        "text": "Anna lives in Paris",
+        "audio": np.zeros(9000, np.float32),
+    }
     found = node.run(Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional}))
     assert set(found) == set(named) and all(len(values) == 1 for values in found.values())

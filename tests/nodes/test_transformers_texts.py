@@ -167,3 +167,41 @@ def test_wrong_options_of_zero_shot_classification_are_refused(tmp_path: Path) -
     assert refused(tmp_path, task, labels=("good",), hypothesis="this is it").option == "hypothesis"
     random_models.save_bert("BertForSequenceClassification", tmp_path / "m", **names("good", "bad"))
     assert "use node classify" in refused(tmp_path, task, labels=("good",)).fix
+
+
+def generated_by_hand(folder: Path, text: str, tokens_max: int) -> str:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    network = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    tokens = network.generate(torch.tensor([tokenizer(text)["input_ids"]]), max_new_tokens=tokens_max)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
+
+
+PARAMS = {"summarization": {"prefix": "good day "}, "translation": {"max_length": 3}}
+
+
+@pytest.mark.parametrize(
+    ("task", "prefix", "used"),
+    [
+        ("summarization", None, "good day "),
+        ("summarization", "", ""),
+        ("translation", None, ""),
+        ("translation", "key ", "key "),
+    ],
+)
+def test_texts_are_generated_as_by_the_model_alone(tmp_path: Path, task: str, prefix: str | None, used: str) -> None:
+    folder = random_models.save_t5(tmp_path / "m", task_specific_params=PARAMS)
+    node = opened(tmp_path, task, prefix=prefix, tokens_max=12)
+    sentences = SENTENCES[:4]
+    wanted = [generated_by_hand(folder, used + sentence, 12) for sentence in sentences]
+    assert node.run(Batch({"text": sentences}))["text"] == wanted and len(set(wanted)) > 2
+    assert [node.run(Batch({"text": [sentence]}))["text"][0] for sentence in sentences] == wanted
+
+
+def test_only_t5_summarizes_and_the_length_is_limited(tmp_path: Path) -> None:
+    folder = random_models.save_t5(tmp_path / "m")
+    assert refused(tmp_path, "summarization", tokens_max=0).option == "tokens_max"
+    node = opened(tmp_path, "translation", tokens_max=2)
+    assert node.run(Batch({"text": ["good day"]}))["text"] == [generated_by_hand(folder, "good day", 2)]
+    assert "`task: summarization`" in refused(tmp_path, "token-classification").fix
+    random_models.save_bert("BertForMaskedLM", tmp_path / "m")
+    assert "a T5 model" in refused(tmp_path, "summarization").expected
