@@ -249,8 +249,6 @@ class ZeroShotImageClassification(ImageTask):
     method = "get_image_features"
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
-        import torch
-
         super().__init__(config, model)
         self._labels = config.labels or ()
         template = config.hypothesis or PHOTO
@@ -259,9 +257,7 @@ class ZeroShotImageClassification(ImageTask):
             [template.format(label) for label in self._labels], padding=True, truncation=True,
             max_length=model.config["text_config"]["max_position_embeddings"], return_tensors="pt",
         )  # fmt: skip
-        with torch.inference_mode():
-            found = model.network.get_text_features(**tokens.to(model.device))
-        self._texts = _unit(found).cpu()
+        self._texts = _unit(model.compute("get_text_features", tokens)).cpu()
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:

@@ -97,18 +97,22 @@ class Model:
     def __init__(self, task: type[Task], config: TransformersConfig, context: OpenContext) -> None:
         self.shown, self.device, self._precision = config.model, context.framework_device, config.precision
         self.network = load_network(task.auto_class, config.model, context)
-        self._function = getattr(self.network, task.method)
+        self._method = task.method
         round_weights(self.network, config.precision)
         self.config: dict[str, Any] = self.network.config.to_dict()
         self.processor = _load_processor(task.processor, config.model, context)
 
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> Any:
-        """Return transformers' output of one call, with tensors on the device."""
+        """Return transformers' output of one call of the task's method, with tensors on the device."""
+        return self.compute(self._method, inputs, **options)
+
+    def compute(self, method: str, inputs: Mapping[str, Any], **options: Any) -> Any:
+        """Return the output of any method of the network, as `__call__` does."""
         import torch
 
         there = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         with torch.inference_mode(), computing_in(self._precision, self.device):
-            return self._function(**there, **options)
+            return getattr(self.network, method)(**there, **options)
 
     def grouped(self, columns: Mapping[str, Sequence[Any]]) -> Iterator[tuple[list[int], Any]]:
         """Yield the positions of items of equal shapes, and the output of one call for them.

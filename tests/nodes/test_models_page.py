@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,14 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
     ports = Transformers.ports(config, StepContext(tmp_path))
     assert config.task == task.strip("`")
     assert {port.name: str(port.type) for port in ports.outputs} == named
-    node = Transformers(config)
-    node.open(OpenContext(tmp_path))
     values: dict[str, Any] = {
         "image": np.zeros((40, 50, 3), np.uint8),
         "text": "Anna lives in Paris",
         "audio": np.zeros(9000, np.float32),
     }
-    found = node.run(Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional}))
-    assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
+    batch = Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional})
+    for precision in ("float32", "bfloat16"):
+        node = Transformers(replace(config, precision=precision))
+        node.open(OpenContext(tmp_path))
+        found = node.run(batch)
+        assert set(found) == set(named) and all(len(values) == 1 for values in found.values())

@@ -165,6 +165,23 @@ def test_sleep_moves_the_weights_to_host_memory_and_wake_back(tmp_path: Path, mo
     assert moves == ["cpu", "cuda:1"]
 
 
+def test_candidate_labels_are_wired_in_a_pipeline_file(tmp_path: Path) -> None:
+    import weftline
+
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", **names("not", "entailment"))
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {words: text, topics: json}\noutputs: {label: sort.label, scores: sort.scores}\n"
+        "steps: {sort: {node: transformers, task: zero-shot-classification, model: m, "
+        "inputs: {text: words, labels: topics}}}\n"
+    )
+    with weftline.load(tmp_path / "p.yaml").open() as session:
+        result = session.run(words="Anna lives in Paris", topics=["good", "bad"])
+        assert {one["label"] for one in result["scores"]} == {"good", "bad"}
+        assert result["label"] == result["scores"][0]["label"]
+        with pytest.raises(weftline.WeftlineError, match="no list of 1 to 1000 texts"):
+            session.run(words="Anna lives in Paris", topics="good")
+
+
 def test_a_model_runs_from_a_pipeline_file(tmp_path: Path) -> None:
     import weftline
 
