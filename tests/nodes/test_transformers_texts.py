@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -205,3 +206,14 @@ def test_only_t5_summarizes_and_the_length_is_limited(tmp_path: Path) -> None:
     assert "`task: summarization`" in refused(tmp_path, "token-classification").fix
     random_models.save_bert("BertForMaskedLM", tmp_path / "m")
     assert "a T5 model" in refused(tmp_path, "summarization").expected
+
+
+def test_a_span_is_at_most_fifteen_tokens_and_ends_after_it_starts() -> None:
+    starts, ends = np.zeros(40, np.float32), np.zeros(40, np.float32)
+    starts[5] = ends[20] = 9  # 16 tokens
+    _, first, last = texts._best_span(starts, ends)
+    assert first <= last < first + 15
+    ends[19] = 8
+    assert texts._best_span(starts, ends)[1:] == (5, 19)
+    starts[30] = 12
+    assert texts._best_span(starts, ends)[1:] != (30, 19)
