@@ -15,7 +15,7 @@ of tokens (named entities), a cross-encoder's score of two texts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,7 +64,7 @@ class TextClassifier(ABC):
         rows = self._tokens.rows(texts, windows_max)
         parts = range(0, len(rows.owner), ROWS_MAX)
         logits = np.concatenate([self._logits(rows.part(start, start + ROWS_MAX)) for start in parts])
-        by_row = _probabilities(logits.astype(np.float32), self._independent)
+        by_row = to_probabilities(logits.astype(np.float32), self._independent)
         found = np.zeros((len(texts), by_row.shape[1]), np.float32)
         np.maximum.at(found, np.array(rows.owner, np.int64), by_row)
         return found
@@ -91,7 +91,7 @@ class _OnnxClassifier(TextClassifier):
             raise ModelError(f"{shown}/config.json: tokens_max is {tokens_max!r:.40}, expected a number from 8")
         pad = config.get("pad_token_id") or 0
         tokens = TextTokens(load_tokenizer(folder, shown), tokens_max, pad if type(pad) is int else 0)
-        super().__init__(classifier_labels(config, shown), tokens, _independent(config))
+        super().__init__(classifier_labels(config, shown), tokens, independent(config))
         self._session = open_session(folder / "model.onnx", f"{shown}/model.onnx", context, tensorrt=False)
 
     def _logits(self, rows: Rows) -> np.ndarray:
@@ -114,7 +114,7 @@ class _TorchClassifier(TextClassifier):
         config = self._network.config.to_dict()
         labels, pad = classifier_labels(config, model), config.get("pad_token_id")
         tokens = load_tokens(model, context, tokens_limit(config), pad if type(pad) is int and pad >= 0 else None)
-        super().__init__(labels, tokens, _independent(config))
+        super().__init__(labels, tokens, independent(config))
 
     def sleep(self, keep: str) -> bool:
         if keep != "host":
@@ -199,8 +199,13 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     if "sbert_ce_default_activation_function" in config or (isinstance(trained, dict) and "activation_fn" in trained):
         found = f"{shown} is a cross-encoder, which scores two texts against each other"
         raise ConfigError("model", found, "a model that classifies single texts", OWN_NODE)
-    labels, kind = _labels(config, shown), config.get("problem_type")
-    if kind == "regression" or (len(labels) == 1 and not _independent(config)):
+    return probable_labels(config, shown)
+
+
+def probable_labels(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
+    """Return the labels in config.json in the order of the logits. ConfigError: outputs that are no probabilities."""
+    labels, kind = labels_of(config, shown), config.get("problem_type")
+    if kind == "regression" or (len(labels) == 1 and not independent(config)):
         one = (
             "is a regression (problem_type in config.json)" if kind == "regression" else "has one label (num_labels=1)"
         )
@@ -213,7 +218,7 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     return labels
 
 
-def _labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
+def labels_of(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
     """Return the labels in config.json, with transformers' default names where missing."""
     by_id, count = config.get("id2label"), config.get("num_labels", LABELS_DEFAULT)
     if by_id is None and config.get("architectures") and type(count) is int and 0 < count <= LABELS_MAX:
@@ -226,11 +231,12 @@ def _labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     return tuple(named[str(index)] for index in range(len(named)))
 
 
-def _independent(config: dict[str, Any]) -> bool:
+def independent(config: Mapping[str, Any]) -> bool:
+    """Return True when labels do not exclude each other, so that each has a probability of its own."""
     return config.get("problem_type") == "multi_label_classification"
 
 
-def _probabilities(logits: np.ndarray, independent: bool) -> np.ndarray:
+def to_probabilities(logits: np.ndarray, independent: bool) -> np.ndarray:
     """Return the sigmoid of each logit where labels are independent, else the softmax of each row."""
     if independent:
         sigmoid: np.ndarray = 1 / (1 + np.exp(-np.clip(logits, -60, 60)))

@@ -99,11 +99,13 @@ class Kind:
     heads: ends of the class's name, such as 'ForCausalLM'.
     about: what such a model does, as a phrase.
     node:  the node that runs it; '' where there is none.
+    task:  that node's option `task`; '' for a node without tasks.
     """
 
     heads: tuple[str, ...]
     about: str
     node: str = ""
+    task: str = ""
 
 
 SEQUENCE_CLASSIFICATION = Kind(("ForSequenceClassification",), "gives a label to a whole text", "classify")
@@ -111,18 +113,59 @@ LANGUAGE_MODEL = Kind(("ForCausalLM", "LMHeadModel"), "is a language model, whic
 MASKED_LM = Kind(("ForMaskedLM", "ForPreTraining"), "guesses masked words", "embed")
 GENERATION = Kind(("ForConditionalGeneration",), "generates an answer from other inputs")
 NO_HEAD = Kind(("Model",), "has no head and gives states of tokens", "embed")
+TOKEN_CLASSIFICATION = Kind(
+    ("ForTokenClassification",), "labels single tokens, as in named-entity recognition", "transformers",
+    "token-classification",
+)  # fmt: skip
+QUESTION_ANSWERING = Kind(
+    ("ForQuestionAnswering",), "marks an answer inside a text", "transformers", "question-answering"
+)
+IMAGE_CLASSIFICATION = Kind(
+    ("ForImageClassification", "ForImageClassificationWithTeacher"), "labels pictures", "transformers",
+    "image-classification",
+)  # fmt: skip
+OBJECT_DETECTION = Kind(("ForObjectDetection",), "finds objects in pictures", "transformers", "object-detection")
+DEPTH_ESTIMATION = Kind(("ForDepthEstimation",), "measures depth in pictures", "transformers", "depth-estimation")
+SEMANTIC_SEGMENTATION = Kind(
+    ("ForSemanticSegmentation",), "gives every pixel of a picture a class", "transformers", "image-segmentation"
+)
+PICTURES_AND_TEXTS = Kind(
+    ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
+)
+_LISTENERS = (
+    "Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "Wav2Vec2", "Wav2Vec2Bert",
+    "Wav2Vec2Conformer", "WavLM",
+)  # fmt: skip
+"""Models of recordings whose class for labels is called ...ForSequenceClassification, as those of texts are."""
+
+AUDIO_CLASSIFICATION = Kind(
+    ("ForAudioClassification", *(f"{name}ForSequenceClassification" for name in _LISTENERS)), "labels recordings",
+    "transformers", "audio-classification",
+)  # fmt: skip
+CTC = Kind(("ForCTC",), "transcribes recordings", "transformers", "automatic-speech-recognition")
+TEXT_TO_TEXT = Kind(("T5ForConditionalGeneration",), "turns a text into another", "transformers", "summarization")
 _KINDS = (
+    AUDIO_CLASSIFICATION,  # before those whose heads end the same
     SEQUENCE_CLASSIFICATION,
     LANGUAGE_MODEL,
     MASKED_LM,
+    TEXT_TO_TEXT,
     GENERATION,
-    Kind(("ForTokenClassification",), "labels single tokens, as in named-entity recognition"),
-    Kind(("ForQuestionAnswering",), "marks an answer inside a text"),
+    TOKEN_CLASSIFICATION,
+    QUESTION_ANSWERING,
     Kind(("ForMultipleChoice",), "chooses among texts"),
-    Kind(("ForSpeechSeq2Seq", "ForCTC"), "transcribes recordings"),
-    Kind(("ForAudioClassification",), "labels recordings"),
-    Kind(("ForImageClassification",), "labels pictures"),
-    Kind(("ForObjectDetection",), "finds objects in pictures"),
+    Kind(("ForSpeechSeq2Seq",), "transcribes recordings"),
+    CTC,
+    IMAGE_CLASSIFICATION,
+    Kind(
+        tuple(f"{name}ForObjectDetection" for name in ("OwlViT", "Owlv2", "GroundingDino", "OmDetTurbo")),
+        "finds objects that a text names",
+    ),
+    OBJECT_DETECTION,
+    DEPTH_ESTIMATION,
+    SEMANTIC_SEGMENTATION,
+    Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
+    PICTURES_AND_TEXTS,
     NO_HEAD,  # last: other heads end so, too
 )
 OWN_NODE = "run it in a node of your own, `node: file.py:Class`"
@@ -145,8 +188,9 @@ def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], ex
     name, kind = kind_of(config)
     if kind is None or kind in wanted:
         return
-    node = "whisper" if config.get("model_type") == "whisper" else kind.node
-    other = f"use node {node} for it, or name another model" if node else f"name another model, or {OWN_NODE}"
+    node = "whisper" if config.get("model_type") == "whisper" and not kind.task else kind.node
+    run = f"node {node} with `task: {kind.task}`" if kind.task else f"node {node}"
+    other = f"use {run} for it, or name another model" if node else f"name another model, or {OWN_NODE}"
     raise ConfigError("model", f"{shown} is a {name:.80}, which {kind.about}", expected, fix or other)
 
 
@@ -195,9 +239,14 @@ def check_folder(model: str, base_dir: Path, auto_class: str) -> None:
     if folder is None:
         return
     find_weights(folder, model, auto_class)
+    check_tokenizer(folder, model)
+
+
+def check_tokenizer(folder: Path, shown: str) -> None:
+    """Raise ConfigError about option `model` when a folder has no vocabulary of a tokenizer."""
     if not any(path.is_file() for pattern in _TOKENIZERS for path in folder.glob(pattern)):
-        fix = f"save it there: transformers.AutoTokenizer.from_pretrained(...).save_pretrained({model!r})"
-        raise ConfigError("model", f"{model} has no tokenizer", f"one of {', '.join(_TOKENIZERS)}", fix)
+        fix = f"save it there: transformers.AutoTokenizer.from_pretrained(...).save_pretrained({shown!r})"
+        raise ConfigError("model", f"{shown} has no tokenizer", f"one of {', '.join(_TOKENIZERS)}", fix)
 
 
 def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> list[Path]:

@@ -186,6 +186,7 @@ PORTS_FROM: Mapping[str, str] = {
     "torch": "Its inputs are the keys of `accepts` and its outputs those of `gives`, with the types written there.",
     "onnx": "Its inputs and outputs are those of the graph in the file; a free first dimension is the batch and no "
     "part of the type. Letters that a port name cannot hold become `_`.",
+    "transformers": "Its inputs and outputs are those of its task; see [models of transformers](../models.md).",
     "template": "Its inputs are whatever the template names, wired without being listed; each takes any type. Its one "
     "output is `text` (text), the rendered text.",
     "first": "Its inputs are whatever is wired, under any names; its one output is `value`, of the type that fits them "
@@ -204,6 +205,7 @@ LICENCES: Mapping[str, str] = {
     "classify": "Runs on transformers (Apache-2.0) and torch. A folder with `model.onnx` runs on onnxruntime (MIT) "
     "instead and needs `weftline[onnx]` only.",
     "embed": "Runs on transformers (Apache-2.0) and torch.",
+    "transformers": "Runs on transformers (Apache-2.0), torch and torchvision (BSD-3-Clause).",
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",
 }

@@ -12,6 +12,7 @@ NODES = {
     "function": "function:Function", "torch": "torch_module:TorchModule", "onnx": "onnx:Onnx",
     "whisper": "whisper:Whisper", "yolo": "yolo:Yolo", "classify": "classify:Classify", "embed": "embed:Embed",
     "template": "template:Template", "guardrail": "guardrail:Guardrail", "crop": "crop:Crop",
+    "transformers": "transformers_tasks.node:Transformers",
 }  # fmt: skip
 FRAMEWORKS = (
     "PIL", "cv2", "jinja2", "onnx", "onnxruntime", "pydantic", "scipy", "soundfile", "tokenizers", "torch",
@@ -22,7 +23,8 @@ FRAMEWORKS = (
 def test_importing_every_module_of_the_room_imports_no_framework() -> None:
     folder = Path(__file__).parents[2] / "nodes"
     skipped = {"template_sandbox", "__init__"}  # Jinja2's, imported by a template node
-    modules = sorted(path.stem for path in folder.glob("*.py") if path.stem not in skipped)
+    files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    modules = [".".join(path.parts) for path in files if path.name not in skipped]
     code = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module('weftline.nodes.' + name)\n"
         f"print(sorted(set({FRAMEWORKS!r}) & set(sys.modules)))"

@@ -336,7 +336,12 @@ def refused(node: type, config: object, folder: Path) -> ConfigError:
             "guardrail",
         ),
         (BertForSequenceClassification, {"problem_type": "ranking"}, "problem_type .* is 'ranking'", ""),
-        (BertForTokenClassification, {}, "BertForTokenClassification, which labels single tokens", "node of your own"),
+        (
+            BertForTokenClassification,
+            {},
+            "BertForTokenClassification, which labels single tokens",
+            "token-classification",
+        ),
         (BertForMaskedLM, {}, "BertForMaskedLM, which guesses masked words", "node embed"),
         (BertModel, {}, "a BertModel, which has no head", "node embed"),
     ],

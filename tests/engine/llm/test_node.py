@@ -339,7 +339,8 @@ def test_of_several_ranks_it_cannot_rest(folder):
     [
         ({"architectures": ["BertModel"]}, {}, "a BertModel, which has no head", "use node embed"),
         ({"architectures": ["BertForSequenceClassification"]}, {}, "gives a label to a whole text", "node classify"),
-        ({"architectures": ["BertForTokenClassification"]}, {}, "labels single tokens", "node of your own"),
+        ({"architectures": ["BertForTokenClassification"]}, {}, "labels single tokens", "token-classification"),
+        ({"architectures": ["BertForMultipleChoice"]}, {}, "chooses among texts", "node of your own"),
         (
             {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper", "is_encoder_decoder": True},
             {}, "an encoder and a decoder \\(whisper\\)", "node whisper",

@@ -1,0 +1,293 @@
+"""Tasks on pictures: labels, objects, depth, segments, zero-shot labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from weftline.errors import ModelError
+from weftline.nodes.classify import independent, labels_of, probable_labels, to_probabilities
+from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
+from weftline.nodes.detections import Detections
+from weftline.nodes.device_tensors import as_torch
+from weftline.nodes.hugging_face import (
+    DEPTH_ESTIMATION,
+    IMAGE_CLASSIFICATION,
+    OBJECT_DETECTION,
+    PICTURES_AND_TEXTS,
+    SEMANTIC_SEGMENTATION,
+    check_tokenizer,
+)
+from weftline.nodes.ports import Ports, port
+from weftline.nodes.transformers_tasks.task import (
+    Model,
+    Task,
+    TransformersConfig,
+    check_hypothesis,
+    check_labels,
+    check_preprocessor,
+    check_top_k,
+    label_outputs,
+    label_ports,
+)
+
+THRESHOLD = 0.5
+"""Default of option `threshold`, as in transformers."""
+
+PHOTO = "This is a photo of {}."
+"""Default of option `hypothesis`, as in transformers."""
+
+
+class ImageTask(Task):
+    """A task whose inputs are prepared by an image processor."""
+
+    processor = "AutoImageProcessor"
+    post: ClassVar[str] = ""
+    """Method of the image processor that converts outputs; '' for none."""
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        if self.post and not hasattr(self._processor, self.post):
+            raise ModelError(f"the image processor of {model.shown} has no {self.post}, which task {self.name} needs")
+
+    @classmethod
+    def check_files(cls, folder: Path, shown: str) -> None:
+        check_preprocessor(folder, shown, "image_processor", cls.processor)
+
+    def warm_up(self) -> None:
+        self.run(Batch({"image": [np.zeros((64, 64, 3), np.uint8)]}))
+
+    def _prepared(self, images: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return the arguments of the network for pictures uint8[H, W, 3]: for each, an array or tensor of every item.
+
+        All pictures are prepared in one call.
+        """
+        found = self._processor(images=[as_torch(image) for image in images], input_data_format="channels_last")
+        return {"pixel_values": found["pixel_values"]}
+
+    def _prepared_alone(self, images: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return the same for a processor that would pad the smaller pictures of one call, which changes answers."""
+        found = [
+            self._processor(images=[as_torch(image)], input_data_format="channels_last", return_tensors="pt")
+            for image in images
+        ]
+        return {name: [one[name][0] for one in found] for name in found[0]}
+
+    @property
+    def _processor(self) -> Any:
+        return self.model.processor
+
+    @property
+    def _post(self) -> Any:
+        return getattr(self._processor, self.post)
+
+
+class ImageClassification(ImageTask):
+    """Labels of a whole picture."""
+
+    name = "image-classification"
+    auto_class = "AutoModelForImageClassification"
+    kinds = (IMAGE_CLASSIFICATION,)
+    expected = "a model that labels pictures (...ForImageClassification)"
+    options = ("top_k",)
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels, self._independent = probable_labels(model.config, model.shown), independent(model.config)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        probable_labels(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        check_top_k(config)
+        return Ports((port("image", "image", about="the picture"),), label_ports())
+
+    def run(self, batch: Batch) -> Outputs:
+        rows: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared(batch["image"])):
+            for item, row in zip(items, output.logits.float().cpu().numpy(), strict=True):
+                rows[item] = row
+        return label_outputs(self._labels, to_probabilities(np.stack(rows), self._independent), self.config.top_k)
+
+
+class ObjectDetection(ImageTask):
+    """Boxes around objects. Pictures of one size, after the processor resized them, share a call."""
+
+    name = "object-detection"
+    auto_class = "AutoModelForObjectDetection"
+    kinds = (OBJECT_DETECTION,)
+    expected = "a model that finds objects (...ForObjectDetection)"
+    options = ("threshold",)
+    post = "post_process_object_detection"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels_of(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        if config.threshold is not None and not 0 <= config.threshold <= 1:
+            raise ConfigError("threshold", f"{config.threshold}", "from 0 to 1")
+        about = "boxes, classes and scores, most confident first"
+        return Ports((port("image", "image", about="the picture"),), (port("detections", "detections", about=about),))
+
+    def run(self, batch: Batch) -> Outputs:
+        threshold = THRESHOLD if self.config.threshold is None else self.config.threshold
+        detections: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            found = self._post(output, threshold, sizes)
+            for item, size, one in zip(items, sizes, found, strict=True):
+                detections[item] = self._detections(one, size)
+        return {"detections": detections}
+
+    def _detections(self, found: Mapping[str, Any], size: tuple[int, ...]) -> Detections:
+        """Return the objects of a picture of `size` (height, width), their boxes cut at its edges."""
+        boxes, scores = (found[name].float().cpu().numpy() for name in ("boxes", "scores"))
+        order = np.argsort(-scores, kind="stable")
+        edges = np.array([size[1], size[0]] * 2, np.float32)
+        classes = found["labels"].cpu().numpy().astype(np.int32)
+        return Detections(np.clip(boxes[order], 0, edges), scores[order], classes[order], self._labels)
+
+
+class DepthEstimation(ImageTask):
+    """Depth of every pixel, in the unit of the model."""
+
+    name = "depth-estimation"
+    auto_class = "AutoModelForDepthEstimation"
+    kinds = (DEPTH_ESTIMATION,)
+    expected = "a model that measures depth (...ForDepthEstimation)"
+    post = "post_process_depth_estimation"
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        about = "depth of every pixel of the picture, in the unit of the model"
+        return Ports((port("image", "image", about="the picture"),), (port("depth", "float32[H, W]", about=about),))
+
+    def run(self, batch: Batch) -> Outputs:
+        depths: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            found = self._post(output, sizes)
+            for item, size, one in zip(items, sizes, found, strict=True):
+                depths[item] = one["predicted_depth"].float().reshape(size).cpu().numpy()
+        return {"depth": depths}
+
+
+class ImageSegmentation(ImageTask):
+    """The class of every pixel: semantic segmentation, which does not tell objects of one class apart."""
+
+    name = "image-segmentation"
+    auto_class = "AutoModelForSemanticSegmentation"
+    kinds = (SEMANTIC_SEGMENTATION,)
+    expected = "a model of semantic segmentation (...ForSemanticSegmentation)"
+    post = "post_process_semantic_segmentation"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels_of(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        segments = (
+            "the classes of the picture: label, class (its number in the map), share (of all pixels); largest first"
+        )
+        return Ports(
+            (port("image", "image", about="the picture"),),
+            (
+                port("map", "int32[H, W]", about="class of every pixel of the picture"),
+                port("segments", "json", about=segments),
+            ),
+        )
+
+    def run(self, batch: Batch) -> Outputs:
+        maps: list[Any] = [None] * len(batch)
+        for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
+            sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
+            for item, one in zip(items, self._post(output, target_sizes=sizes), strict=True):
+                maps[item] = one.cpu().numpy().astype(np.int32)
+        return {"map": maps, "segments": [self._segments(one) for one in maps]}
+
+    def _segments(self, classes: np.ndarray) -> list[dict[str, Any]]:
+        found, counts = np.unique(classes, return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return [
+            {
+                "label": self._labels[found[place]],
+                "class": int(found[place]),
+                "share": round(counts[place] / classes.size, 6),
+            }
+            for place in order
+        ]
+
+
+class ZeroShotImageClassification(ImageTask):
+    """Labels that the step names, scored by a model that compares pictures with texts.
+
+    The texts' embeddings are computed once, when the step opens.
+    """
+
+    name = "zero-shot-image-classification"
+    auto_class = "AutoModelForZeroShotImageClassification"
+    processor = "AutoProcessor"
+    kinds = (PICTURES_AND_TEXTS,)
+    expected = "a model that compares pictures with texts (CLIPModel)"
+    options = ("labels", "hypothesis")
+    method = "get_image_features"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = config.labels or ()
+        template = config.hypothesis or PHOTO
+        tokenizer = model.processor.tokenizer
+        tokens = tokenizer(
+            [template.format(label) for label in self._labels], padding=True, truncation=True,
+            max_length=model.config["text_config"]["max_position_embeddings"], return_tensors="pt",
+        )  # fmt: skip
+        self._texts = _unit(model.compute("get_text_features", tokens)).cpu()
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        if config.labels is None:
+            raise ConfigError("labels", "there are no labels", "a list of labels", "write labels")
+        check_labels(config.labels)
+        check_hypothesis(config)
+        return Ports((port("image", "image", about="the picture"),), label_ports())
+
+    @classmethod
+    def check_files(cls, folder: Path, shown: str) -> None:
+        super().check_files(folder, shown)
+        check_tokenizer(folder, shown)
+
+    def run(self, batch: Batch) -> Outputs:
+        rows: list[Any] = [None] * len(batch)
+        scale = self.model.network.logit_scale.detach().float().exp().cpu()
+        for items, output in self.model.grouped(self._prepared(batch["image"])):
+            logits = _unit(output).cpu() @ self._texts.T * scale
+            for item, row in zip(items, logits.numpy(), strict=True):
+                rows[item] = row
+        return label_outputs(self._labels, to_probabilities(np.stack(rows), False), len(self._labels))
+
+    @property
+    def _processor(self) -> Any:
+        return self.model.processor.image_processor
+
+
+def _unit(features: Any) -> Any:
+    """Return float32 [rows, width] of length 1; transformers 5.0 returns the features, later ones an output."""
+    import torch
+
+    return torch.nn.functional.normalize(getattr(features, "pooler_output", features).float(), dim=-1)

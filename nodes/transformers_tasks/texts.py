@@ -1,0 +1,306 @@
+"""Tasks on texts: token-classification, question-answering, zero-shot-classification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from weftline.errors import InputError, ModelError
+from weftline.nodes.classify import labels_of, to_probabilities
+from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
+from weftline.nodes.hugging_face import (
+    QUESTION_ANSWERING,
+    SEQUENCE_CLASSIFICATION,
+    TOKEN_CLASSIFICATION,
+    TOKENS_MAX,
+    check_tokenizer,
+    tokens_limit,
+)
+from weftline.nodes.ports import Ports, port
+from weftline.nodes.transformers_tasks.task import (
+    LABELS_MAX,
+    ROWS_MAX,
+    Model,
+    Task,
+    TransformersConfig,
+    check_hypothesis,
+    check_labels,
+    ranked,
+)
+
+_NO_LIMIT = 1 << 20
+"""Tokens from which on a tokenizer's limit means that it has none."""
+
+
+class TextTask(Task):
+    """A task whose inputs are prepared by a tokenizer of the fast kind."""
+
+    processor = "AutoTokenizer"
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        tokenizer = model.processor
+        if not tokenizer.is_fast:
+            raise ModelError(f"{model.shown} has no tokenizer.json")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        positions, own = tokens_limit(model.config, _NO_LIMIT), min(tokenizer.model_max_length, _NO_LIMIT)
+        limit = min(positions, own)
+        self._tokens_max = TOKENS_MAX if limit == _NO_LIMIT else limit
+
+    @classmethod
+    def check_files(cls, folder: Path, shown: str) -> None:
+        check_tokenizer(folder, shown)
+
+    def _encoded(self, texts: Sequence[Any], pairs: Sequence[str] | None = None, **options: Any) -> Any:
+        """Return the tokenizer's encoding of texts, or of texts and `pairs`, padded at the end."""
+        options = {"truncation": True, "max_length": self._tokens_max, **options}
+        return self.model.processor(
+            list(texts),
+            None if pairs is None else list(pairs),
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+            **options,
+        )
+
+    def _calls(self, encoded: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the network's output for at most ROWS_MAX rows at a time."""
+        named = {name: encoded[name] for name in self.model.processor.model_input_names if name in encoded}
+        for start in range(0, len(named["input_ids"]), ROWS_MAX):
+            yield self.model({name: rows[start : start + ROWS_MAX] for name, rows in named.items()})
+
+
+AGGREGATIONS = ("none", "simple", "first", "average", "max")
+
+
+class TokenClassification(TextTask):
+    """Labels of tokens, or of the entities that they form.
+
+    Aggregation is that of transformers' own pipeline, whose `postprocess` is called with the rows of the batch.
+    """
+
+    name = "token-classification"
+    auto_class = "AutoModelForTokenClassification"
+    kinds = (TOKEN_CLASSIFICATION,)
+    expected = "a model that labels tokens (...ForTokenClassification)"
+    options = ("aggregation",)
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        import torch
+        from transformers.pipelines.token_classification import AggregationStrategy, TokenClassificationPipeline
+
+        super().__init__(config, model)
+        self._strategy = AggregationStrategy(config.aggregation or "none")
+        self._pipeline = TokenClassificationPipeline(
+            model=model.network, tokenizer=model.processor, device=torch.device(model.device)
+        )
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels_of(found, shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        if config.aggregation is not None and config.aggregation not in AGGREGATIONS:
+            raise ConfigError("aggregation", f"{config.aggregation!r:.40}", f"one of {', '.join(AGGREGATIONS)}")
+        kind = "entity_group" if (config.aggregation or "none") != "none" else "entity, index"
+        about = f"the entities, as transformers lists them: {kind}, score, word, start, end"
+        return Ports((port("text", "text"),), (port("entities", "json", about=about),))
+
+    def warm_up(self) -> None:
+        self.run(Batch({"text": ["warm-up"]}))
+
+    def run(self, batch: Batch) -> Outputs:
+        import torch
+
+        texts = batch["text"]
+        encoded = self._encoded(texts, return_offsets_mapping=True, return_special_tokens_mask=True)
+        logits = torch.cat([output.logits.float().cpu() for output in self._calls(encoded)])
+        names = ("input_ids", "special_tokens_mask", "offset_mapping")
+        found = []
+        for place, text in enumerate(texts):
+            row = {name: encoded[name][place : place + 1] for name in names}
+            row |= {"logits": logits[place : place + 1], "sentence": text, "is_last": True}
+            found.append([_plain(one) for one in self._pipeline.postprocess([row], self._strategy)])
+        return {"entities": found}
+
+
+def _plain(entity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entity with its score as a number that JSON has."""
+    return {**entity, "score": round(float(entity["score"]), 6)}
+
+
+ANSWER_TOKENS_MAX = 15
+"""Most tokens of an answer."""
+
+WINDOW_TOKENS_MAX = 384
+"""Most tokens of a question and a part of its context: what such models were trained with."""
+
+WINDOW_OVERLAP = 128
+"""Tokens of a context that two windows share, at most half of a window, so that an answer is whole in one of them."""
+
+
+class QuestionAnswering(TextTask):
+    """The span of a context that answers a question.
+
+    A span's score is the probability of its first token times that of its last, among the context's tokens of one
+    window. A long context has overlapping windows, and the best span of any of them is the answer.
+    """
+
+    name = "question-answering"
+    auto_class = "AutoModelForQuestionAnswering"
+    kinds = (QUESTION_ANSWERING,)
+    expected = "a model that marks an answer inside a text (...ForQuestionAnswering)"
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        about = "answer (a part of the context), score, start, end (its characters in the context)"
+        return Ports(
+            (port("question", "text"), port("context", "text", about="the text that contains the answer")),
+            (port("answer", "json", about=about),),
+        )
+
+    def warm_up(self) -> None:
+        self.run(Batch({"question": ["warm-up"], "context": ["warm-up"]}))
+
+    def run(self, batch: Batch) -> Outputs:
+        found: list[Any] = [None] * len(batch)
+        asked = [place for place in range(len(batch)) if self._fits(batch["question"][place])]
+        for place in set(range(len(batch))) - set(asked):
+            found[place] = InputError(f"the question leaves no room for a context in {self._window} tokens")
+        if asked:
+            contexts = [batch["context"][place] for place in asked]
+            best = self._answers([batch["question"][place] for place in asked], contexts)
+            for place, context, (score, start, end) in zip(asked, contexts, best, strict=True):
+                found[place] = {
+                    "answer": context[start:end], "score": round(score, 6), "start": start, "end": end
+                }  # fmt: skip
+        return {"answer": found}
+
+    @property
+    def _window(self) -> int:
+        return min(self._tokens_max, WINDOW_TOKENS_MAX)
+
+    def _fits(self, question: str) -> bool:
+        """Return True when half of a window is left for the context."""
+        return len(self.model.processor(question)["input_ids"]) <= self._window // 2
+
+    def _answers(self, questions: Sequence[str], contexts: Sequence[str]) -> list[tuple[float, int, int]]:
+        """Return for each item the score, first and end character of its best span; (0, 0, 0) for an empty context."""
+        encoded = self._encoded(
+            questions, contexts, truncation="only_second", max_length=self._window,
+            stride=min(WINDOW_OVERLAP, self._window // 4), return_overflowing_tokens=True, return_offsets_mapping=True,
+        )  # fmt: skip
+        calls = [(one.start_logits.float().cpu(), one.end_logits.float().cpu()) for one in self._calls(encoded)]
+        best = [(0.0, 0, 0)] * len(questions)
+        rows = [row for starts, ends in calls for row in zip(starts.numpy(), ends.numpy(), strict=True)]
+        for place, (starts, ends) in enumerate(rows):
+            item, part = int(encoded["overflow_to_sample_mapping"][place]), encoded.sequence_ids(place)
+            inside = np.array([token for token, of in enumerate(part) if of == 1], np.int64)
+            if not len(inside):
+                continue
+            score, first, last = _best_span(starts[inside], ends[inside])
+            offsets = encoded["offset_mapping"][place]
+            span = (score, int(offsets[inside[first]][0]), int(offsets[inside[last]][1]))
+            best[item] = max(best[item], span, key=lambda one: one[0])
+        return best
+
+
+def _best_span(starts: np.ndarray, ends: np.ndarray) -> tuple[float, int, int]:
+    """Return the score, first and last token of the likeliest span of at most ANSWER_TOKENS_MAX tokens."""
+    first, last = to_probabilities(starts[None], False)[0], to_probabilities(ends[None], False)[0]
+    scores = np.triu(np.outer(first, last)) - np.triu(np.outer(first, last), ANSWER_TOKENS_MAX)
+    place = int(scores.argmax())
+    return float(scores.flat[place]), place // len(ends), place % len(ends)
+
+
+HYPOTHESIS = "This example is {}."
+
+
+class ZeroShotClassification(TextTask):
+    """Labels that are named by the step or the request, scored by a model of natural language inference."""
+
+    name = "zero-shot-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    kinds = (SEQUENCE_CLASSIFICATION,)
+    expected = "a model of natural language inference (...ForSequenceClassification with a label 'entailment')"
+    options = ("labels", "hypothesis", "multi_label")
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        labels = labels_of(found, shown)
+        if _entailment(labels) is None or len(labels) < 2:
+            listed = f"{shown} has the labels {', '.join(labels[:5])}{', ...' if len(labels) > 5 else ''}"
+            fix = "use node classify for a model with the labels that you want"
+            raise ConfigError("model", f"{listed:.200}", "labels of which one starts with 'entail'", fix)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        check_hypothesis(config)
+        wired = "labels" in step.wired
+        if config.labels is None and not wired:
+            raise ConfigError("labels", "there are no labels", "a list of labels", "write labels, or wire input labels")
+        if config.labels is not None and wired:
+            raise ConfigError("labels", "input labels is wired too", "one of them", "leave the option out")
+        if config.labels is not None:
+            check_labels(config.labels)
+        labels = port("labels", "json", optional=True, about="list of candidate labels, where the option is left out")
+        return Ports(
+            (port("text", "text"), *([labels] if config.labels is None else [])),
+            (
+                port("label", "text", about="the likeliest label"),
+                port("scores", "json", about="all labels with their probabilities: label, score; highest first"),
+            ),
+        )
+
+    def warm_up(self) -> None:
+        self._scores(["warm-up"], [("warm-up",)])
+
+    def run(self, batch: Batch) -> Outputs:
+        labels = [_labels_of_item(one) for one in batch.get("labels", self.config.labels)]
+        sound = [place for place, one in enumerate(labels) if not isinstance(one, InputError)]
+        found: list[Any] = list(labels)
+        if sound:
+            named = [cast("tuple[str, ...]", labels[place]) for place in sound]
+            scores = self._scores([batch["text"][place] for place in sound], named)
+            for place, own, row in zip(sound, named, scores, strict=True):
+                found[place] = ranked(own, row)
+        return {"label": [one if isinstance(one, InputError) else one[0]["label"] for one in found], "scores": found}
+
+    def _scores(self, texts: Sequence[str], labels: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Return float32 [labels] for each text: every pair of a text and a label's hypothesis is one row."""
+        template = self.config.hypothesis or HYPOTHESIS
+        premises = [text for text, own in zip(texts, labels, strict=True) for _ in own]
+        hypotheses = [template.format(label) for own in labels for label in own]
+        longest = max(len(ids) for ids in self.model.processor(hypotheses, add_special_tokens=False)["input_ids"])
+        cut = "only_first" if longest < self._tokens_max // 2 else True
+        encoded = self._encoded(premises, hypotheses, truncation=cut)
+        logits = np.concatenate([output.logits.float().cpu().numpy() for output in self._calls(encoded)])
+        entails = cast(int, _entailment(labels_of(self.model.config, self.model.shown)))
+        rows = np.split(logits, np.cumsum([len(own) for own in labels])[:-1])
+        return [self._probabilities(row, entails) for row in rows]
+
+    def _probabilities(self, logits: np.ndarray, entails: int) -> np.ndarray:
+        """Return float32 [labels] of float32 [labels, classes]."""
+        if not self.config.multi_label and len(logits) > 1:
+            found: np.ndarray = to_probabilities(logits[None, :, entails], False)[0]
+            return found
+        against = -1 if entails == 0 else 0  # the class that contradicts, as in transformers
+        found = to_probabilities(logits[:, [against, entails]], False)[:, 1]
+        return found
+
+
+def _entailment(labels: Sequence[str]) -> int | None:
+    """Return the place of the label that means entailment."""
+    return next((place for place, label in enumerate(labels) if label.lower().startswith("entail")), None)
+
+
+def _labels_of_item(labels: Any) -> tuple[str, ...] | InputError:
+    sound = isinstance(labels, list | tuple) and all(isinstance(label, str) and label for label in labels)
+    if not sound or not 1 <= len(labels) <= LABELS_MAX:
+        return InputError(f"labels is no list of 1 to {LABELS_MAX} texts")
+    return tuple(labels)

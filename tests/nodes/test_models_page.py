@@ -1,0 +1,74 @@
+"""docs/models.md: every task has its row, and the step in it passes `check` and runs with the outputs that it names."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.nodes import random_models
+from tests.nodes.random_models import names
+from weftline.nodes.contract import Batch, OpenContext, StepContext
+from weftline.nodes.transformers_tasks.node import TASKS, Transformers
+from weftline.pipelines.check.options import to_config
+from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.planner import make_plan
+from weftline.pipelines.spec.loader import load_file
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in PAGE.splitlines() if line[:3] == "| `"]
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "vit": lambda folder: random_models.save_vit(folder, **names("red", "blue")),
+    "ner": lambda folder: random_models.save_bert("BertForTokenClassification", folder, **names("O", "B-PER", "I-PER")),
+    "squad": lambda folder: random_models.save_bert("BertForQuestionAnswering", folder),
+    "nli": lambda folder: random_models.save_bert(
+        "BertForSequenceClassification", folder, **names("not", "entailment")
+    ),
+    "detr": lambda folder: random_models.save_detr(folder, **names("cat", "dog")),
+    "dpt": random_models.save_dpt,
+    "clip": random_models.save_clip,
+    "ast": lambda folder: random_models.save_ast(folder, **names("yes", "no")),
+    "ctc": lambda folder: random_models.save_wav2vec2("Wav2Vec2ForCTC", folder, "layer"),
+    "segformer": lambda folder: random_models.save_segformer(folder, **names("sky", "sea")),
+    "t5": random_models.save_t5,
+}
+INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
+
+
+def test_the_page_has_a_row_for_every_task() -> None:
+    assert [row[0].strip("`") for row in ROWS] == list(TASKS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))
+def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, ...]) -> None:
+    task, _, step, outputs = row
+    model = re.findall(r"model: models/(\w+)", step)[0]
+    MODELS[model](tmp_path / "models" / model)
+    named = dict(re.findall(r"`(\w+): ([^`]+)`", outputs))
+    wires = re.findall(r"\w+: (\w+)[,}]", step.partition("inputs: ")[2])
+    name = step.strip("`").partition(":")[0]
+    (tmp_path / "p.yaml").write_text(
+        f"weftline: 1\nname: p\ninputs: {{{', '.join(f'{wire}: {INPUTS[wire]}' for wire in wires)}}}\n"
+        f"outputs: {{{', '.join(f'out_{port}: {name}.{port}' for port in named)}}}\nsteps: {{{step.strip('`')}}}\n"
+    )
+    graph = load_file(tmp_path / "p.yaml")
+    make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
+    (only,) = graph.steps
+    config = to_config(Transformers, only.options)
+    ports = Transformers.ports(config, StepContext(tmp_path))
+    assert config.task == task.strip("`")
+    assert {port.name: str(port.type) for port in ports.outputs} == named
+    values: dict[str, Any] = {
+        "image": np.zeros((40, 50, 3), np.uint8),
+        "text": "Anna lives in Paris",
+        "audio": np.zeros(9000, np.float32),
+    }
+    batch = Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional})
+    for precision in ("float32", "bfloat16"):
+        node = Transformers(replace(config, precision=precision))
+        node.open(OpenContext(tmp_path))
+        found = node.run(batch)
+        assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
