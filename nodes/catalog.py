@@ -28,6 +28,7 @@ CATALOG: Mapping[str, str] = {
     "crop": "weftline.nodes.crop:Crop",
     "classify": "weftline.nodes.classify:Classify",
     "embed": "weftline.nodes.embed:Embed",
+    "rerank": "weftline.nodes.rerank:Rerank",
     "template": "weftline.nodes.template:Template",
     "guardrail": "weftline.nodes.guardrail:Guardrail",
     "llm": "weftline.engine.llm.node:Llm",

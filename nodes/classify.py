@@ -195,17 +195,22 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     check_kind(
         config, shown, (SEQUENCE_CLASSIFICATION,), "a model that classifies texts (...ForSequenceClassification)"
     )
-    trained = config.get("sentence_transformers")
-    if "sbert_ce_default_activation_function" in config or (isinstance(trained, dict) and "activation_fn" in trained):
+    labels, kind = label_names(config, shown), config.get("problem_type")
+    if is_cross_encoder(config):
         found = f"{shown} is a cross-encoder, which scores two texts against each other"
-        raise ConfigError("model", found, "a model that classifies single texts", OWN_NODE)
-    labels, kind = _labels(config, shown), config.get("problem_type")
+        fix = "use node rerank for it" if len(labels) == 1 else OWN_NODE
+        raise ConfigError("model", found, "a model that classifies single texts", fix)
     if kind == "regression" or (len(labels) == 1 and not _independent(config)):
         one = (
             "is a regression (problem_type in config.json)" if kind == "regression" else "has one label (num_labels=1)"
         )
         found = f"{shown} {one}: its output is a score, and no probability of a label"
-        fix = f"name a model with two labels or more; for the score, {OWN_NODE}"
+        scored = (
+            "for scores of passages against a query, use node rerank"
+            if len(labels) == 1
+            else f"for the score, {OWN_NODE}"
+        )
+        fix = f"name a model with two labels or more; {scored}"
         raise ConfigError("model", found, "a model with two labels or more", fix)
     if kind not in (None, "single_label_classification", "multi_label_classification"):
         expected = "single_label_classification or multi_label_classification"
@@ -213,7 +218,15 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     return labels
 
 
-def _labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
+def is_cross_encoder(config: dict[str, Any]) -> bool:
+    """Return True for a config.json that a CrossEncoder of sentence-transformers wrote."""
+    trained = config.get("sentence_transformers")
+    return "sbert_ce_default_activation_function" in config or (
+        isinstance(trained, dict) and "activation_fn" in trained
+    )
+
+
+def label_names(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     """Return the labels in config.json, with transformers' default names where missing."""
     by_id, count = config.get("id2label"), config.get("num_labels", LABELS_DEFAULT)
     if by_id is None and config.get("architectures") and type(count) is int and 0 < count <= LABELS_MAX:
