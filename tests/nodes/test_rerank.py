@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,11 @@ from transformers import (
 )
 
 import weftline
+from tests.engine.serving.http.hosted import hosted
 from tests.nodes.device_values import DEVICE, moves_of_modules
+from weftline.engine.repository import Repository
+from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.local import LocalBackend
 from weftline.errors import ModelError
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -155,9 +160,16 @@ def test_an_item_that_fails_leaves_the_others_their_scores(folder: Path) -> None
 
 def test_memory_that_runs_out_fails_the_batch_so_that_it_is_halved(folder: Path) -> None:
     node = opened(folder, "bert")
-    node._call = lambda encoded: (_ for _ in ()).throw(MemoryError())  # type: ignore[method-assign]
+    calls: list[int] = []
+
+    def call(encoded: Any) -> np.ndarray:
+        calls.append(len(encoded))
+        raise MemoryError
+
+    node._call = call  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
-        scores(node, ("w1", ["w2"]), ("w1", []))
+        scores(node, ("w1", ["w2"]), ("w1", ["w3"]))
+    assert calls == [2], "items are not tried one by one"
 
 
 @pytest.mark.parametrize(
@@ -332,12 +344,36 @@ def test_scores_are_the_same_on_a_device_and_after_sleep(folder: Path, monkeypat
     assert moves == ["cpu", "cuda:1"]
 
 
-def test_a_pipeline_reranks_and_scores_nothing_for_no_passages(folder: Path) -> None:
+@pytest.fixture
+def file(folder: Path) -> Path:
     file = folder / "p.yaml"
     file.write_text(
         "weftline: 1\nname: p\ninputs: {query: text, passages: 'list[text]'}\noutputs: {scores: r.scores}\n"
         "steps: {r: {node: rerank, model: bert, inputs: {query: query, passages: passages}}}\n"
     )
+    return file
+
+
+def test_a_server_ranks_documents_as_transformers_scores_them(folder: Path, file: Path) -> None:
+    with Repository() as repository:
+
+        async def open_backend() -> LocalBackend:
+            backend = LocalBackend(repository, {"p": ServedPipeline(file)})
+            await backend.open()
+            return backend
+
+        documents = ["w3", "w4 w5 w6", "w9 w8", "w7"]
+        with hosted(open_backend) as endpoint:
+            body = {"model": "p", "query": "w1 w2", "documents": documents, "top_n": 3}
+            response = httpx.post(f"{endpoint.url}/v1/rerank", json=body, timeout=60)
+            assert response.status_code == 200, response.text
+    wanted = scores_by_transformers(folder / "bert", "w1 w2", documents)
+    results = response.json()["results"]
+    assert [one["index"] for one in results] == np.argsort(-wanted).tolist()[:3]
+    np.testing.assert_allclose([one["relevance_score"] for one in results], np.sort(wanted)[::-1][:3], atol=1e-5)
+
+
+def test_a_pipeline_reranks_and_scores_nothing_for_no_passages(folder: Path, file: Path) -> None:
     with weftline.load(file).open() as session:
         passages = ["w3", "w4 w5 w6", "w3"]
         found = session.run(query="w1 w2", passages=passages)["scores"]
