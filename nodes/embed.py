@@ -83,7 +83,7 @@ class EmbedConfig:
 
 
 class Embed(BatchNode):
-    """Computes float32[D] embeddings of texts, with D of the model's config.json.
+    """Computes float32[D] embeddings of texts, with D of the model's config.json, or `dimensions`.
 
     A sentence-transformers folder has the results of that library: its pooling, dense layers, normalisation, default
     prompt and maximum length apply. Options of the step override them; `weftline plan` shows both.

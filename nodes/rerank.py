@@ -54,7 +54,9 @@ class RerankConfig:
     activation: of the score: 'sigmoid' (from 0 to 1) or 'none' (the model's own number, whose order is the same).
                 Default: that of the model's files, else 'sigmoid', as in sentence-transformers.
     precision:  number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; scores are
-                float32 in all.
+                float32 in all. Compared with float32 on the CPU, with random weights of BERT and RoBERTa, scores with a
+                sigmoid moved by at most 3e-3 in bfloat16 and 4e-4 in float16, where those of passages spread over 0.1
+                and more. TF32 was not measured.
     pairs_max:  most pairs of query and passage in one call of the model. Long pairs share a call with fewer others.
     """
 
