@@ -40,18 +40,20 @@ class TextTokens:
 
     pad:   the padding token.
     types: the model's inputs have token_type_ids.
+    side:  end of a pair's texts that truncation cuts, 'right' or 'left'; single texts are cut on the right.
     """
 
-    def __init__(self, tokenizer: Any, tokens_max: int, pad: int, types: bool = False) -> None:
+    def __init__(self, tokenizer: Any, tokens_max: int, pad: int, types: bool = False, side: str = "right") -> None:
         self._tokenizer, self._tokens_max, self.pad, self.types = tokenizer, tokens_max, pad, types
+        self._side = side
         tokenizer.no_padding()
 
     def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Return the ids and token types of each pair of texts.
 
-        A pair above the limit is truncated token by token at the end of its longer text.
+        A pair above the limit is truncated token by token at `side` of its longer text.
         """
-        self._tokenizer.enable_truncation(self._tokens_max, strategy="longest_first")
+        self._tokenizer.enable_truncation(self._tokens_max, strategy="longest_first", direction=self._side)
         found = self._tokenizer.encode_batch(list(pairs))
         return [(one.ids or [self.pad], one.type_ids or [0]) for one in found]
 
@@ -352,7 +354,8 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
     if fast is None:
         raise ModelError(f"{model} has no tokenizer.json")
     types = "token_type_ids" in tokenizer.model_input_names
-    return TextTokens(fast, tokens_max, (tokenizer.pad_token_id or 0) if pad is None else pad, types)
+    pad = (tokenizer.pad_token_id or 0) if pad is None else pad
+    return TextTokens(fast, tokens_max, pad, types, tokenizer.truncation_side)
 
 
 def tokens_limit(config: dict[str, Any], tokens_max: int = TOKENS_MAX) -> int:

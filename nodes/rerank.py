@@ -69,7 +69,8 @@ class RerankConfig:
 class Rerank(BatchNode):
     """Scores passages against a query with a cross-encoder: float32[N], in the order of the passages.
 
-    A pair longer than the model's limit is truncated at the end of its longer text, and then of both.
+    A pair longer than the model's limit loses tokens at the end of its longer text, until both are of one length, and
+    then of both.
     """
 
     Config: ClassVar[type[Any]] = RerankConfig

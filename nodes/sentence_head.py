@@ -94,6 +94,7 @@ def read_head(folder: Path, shown: str, prompt: str | None = None) -> SentenceHe
             found = f"{prompt!r:.60}, and {shown} has no {MODULES}, so no prompts"
             raise ConfigError("prompt", found, fix="write the text as `prefix`")
         return None
+    settings = _settings(folder, shown, "SentenceTransformer")
     kinds = [*_modules(modules, f"{shown}/{MODULES}")]
     names = [kind for kind, _ in kinds]
     order = ["Transformer", "Pooling", *["Dense"] * names.count("Dense"), *["Normalize"] * names.count("Normalize")]
@@ -102,7 +103,7 @@ def read_head(folder: Path, shown: str, prompt: str | None = None) -> SentenceHe
         raise ConfigError("model", found, "Transformer, Pooling, then perhaps Dense and Normalize", OWN_NODE)
     (_, network), (_, pooling), *rest = kinds
     reads = _transformer(folder / network, _under(shown, network))
-    used, prefix = _prompt(_settings(folder, shown, "SentenceTransformer"), shown, prompt)
+    used, prefix = _prompt(settings, shown, prompt)
     mode, whole = _pooling(folder / pooling, _under(shown, pooling))
     if prefix and not whole:
         found = f"{_under(shown, pooling)}/config.json leaves the prompt out of pooling (include_prompt: false)"
@@ -190,6 +191,10 @@ def _transformer(folder: Path, shown: str, wanted: str = "feature-extraction") -
     if task != wanted:
         found = f"transformer_task in {shown}/{names[0]} is {task!r:.60}"
         raise ConfigError("model", found, wanted, OWN_NODE)
+    for key in ("processing_kwargs", "query_expansion"):
+        if written.get(key):
+            found = f"{key} in {shown}/{names[0]} is {written[key]!r:.60}"
+            raise ConfigError("model", found, f"no {key}", OWN_NODE)
     tokens_max = written.get("max_seq_length")
     if tokens_max is None:
         tokens_max = _object(folder, shown, "tokenizer_config.json").get("model_max_length")

@@ -196,17 +196,32 @@ def test_the_activation_is_that_of_the_folder(tmp_path: Path, file: str, keys: d
     assert note == f"settings of m: activation {found}, at most 512 tokens"
 
 
+def test_texts_are_cut_on_the_side_that_the_tokenizer_states(tmp_path: Path) -> None:
+    save(KINDS["bert"](), tmp_path / "m")
+    change(tmp_path / "m" / "tokenizer_config.json", truncation_side="left")
+    rng = random.Random(8)
+    query, passages = text(rng, 25), [text(rng, 60), text(rng, 3)]
+    found = scores(opened(tmp_path, "m"), (query, passages))[0]
+    np.testing.assert_allclose(found, scores_by_transformers(tmp_path / "m", query, passages), atol=1e-5)
+
+
 def test_the_folder_of_a_cross_encoder_sets_case_and_longest_pair(tmp_path: Path) -> None:
     save(KINDS["bert"](), tmp_path / "m")
-    (tmp_path / "m" / "modules.json").write_text(
-        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
-    )
+    write_modules(tmp_path / "m", "Transformer")
     change(
         tmp_path / "m" / "sentence_bert_config.json",
         transformer_task="sequence-classification", max_seq_length=7, do_lower_case=True,
     )  # fmt: skip
     found = scores(opened(tmp_path, "m"), ("W1 w2", ["w3 W4 w5 w6 w7"]))[0]
     np.testing.assert_allclose(found, scores_by_transformers(tmp_path / "m", "w1 w2", ["w3 w4"]), atol=1e-5)
+
+
+def write_modules(folder: Path, *names: str) -> None:
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
+        for i, name in enumerate(names)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
 
 
 def change(path: Path, **keys: Any) -> None:
@@ -251,6 +266,7 @@ def refused(folder: Path, node: Any = Rerank, config: Any = None) -> ConfigError
             "node of your own",
         ),
         ("sentence_bert_config.json", {"transformer_task": "text-generation"}, "transformer_task", "node of your own"),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {}}}, "processing_kwargs", "node of your own"),
     ],
 )
 def test_what_is_no_cross_encoder_is_refused_by_name(
@@ -270,11 +286,7 @@ def test_an_embedding_model_is_referred_to_embed(tmp_path: Path, network: Any) -
     save(network(BertConfig(**SIZES)), tmp_path / "m")
     assert "use node embed" in refused(tmp_path).fix
     save(KINDS["bert"](), tmp_path / "m")
-    listed = [
-        {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
-        for i, name in enumerate(("Transformer", "Pooling"))
-    ]
-    (tmp_path / "m" / "modules.json").write_text(json.dumps(listed))
+    write_modules(tmp_path / "m", "Transformer", "Pooling")
     error = refused(tmp_path)
     assert "has Transformer, Pooling in 1_Pooling" in error.found and "use node embed" in error.fix
 
@@ -285,6 +297,9 @@ def test_classify_and_embed_refer_a_model_with_one_label_to_rerank(folder: Path,
     save(KINDS["roberta"](), tmp_path / "m")
     change(tmp_path / "m" / "config.json", sentence_transformers={"activation_fn": None})
     assert "use node rerank" in refused(tmp_path, Classify, ClassifyConfig("m")).fix
+    write_modules(tmp_path / "m", "Transformer")
+    change(tmp_path / "m" / "config_sentence_transformers.json", model_type="CrossEncoder")
+    assert "use node rerank" in refused(tmp_path, Embed, EmbedConfig("m")).fix
 
 
 @pytest.mark.parametrize(

@@ -566,6 +566,7 @@ def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "is a SparseEncoder"),
         ("sentence_bert_config.json", {"max_seq_length": "long"}, "max_seq_length .* is 'long'"),
         ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task .* is 'fill-mask'"),
+        ("sentence_bert_config.json", {"query_expansion": {"length": 32}}, "query_expansion .* is {'length': 32}"),
         ("2_Dense/config.json", {"activation_function": "my.own.Thing"}, "activation_function .* is my.own.Thing"),
         ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
         ("2_Dense/config.json", {"in_features": 8}, "has 8 inputs, and the module before it has 16 outputs"),
