@@ -205,12 +205,8 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
             "is a regression (problem_type in config.json)" if kind == "regression" else "has one label (num_labels=1)"
         )
         found = f"{shown} {one}: its output is a score, and no probability of a label"
-        scored = (
-            "for scores of passages against a query, use node rerank"
-            if len(labels) == 1
-            else f"for the score, {OWN_NODE}"
-        )
-        fix = f"name a model with two labels or more; {scored}"
+        other = "use node rerank to score passages against a query" if len(labels) == 1 else OWN_NODE
+        fix = f"name a model with two labels or more; for the score, {other}"
         raise ConfigError("model", found, "a model with two labels or more", fix)
     if kind not in (None, "single_label_classification", "multi_label_classification"):
         expected = "single_label_classification or multi_label_classification"
