@@ -28,6 +28,7 @@ CATALOG: Mapping[str, str] = {
     "crop": "weftline.nodes.crop:Crop",
     "classify": "weftline.nodes.classify:Classify",
     "embed": "weftline.nodes.embed:Embed",
+    "rerank": "weftline.nodes.rerank:Rerank",
     "transformers": "weftline.nodes.transformers_tasks.node:Transformers",
     "template": "weftline.nodes.template:Template",
     "guardrail": "weftline.nodes.guardrail:Guardrail",

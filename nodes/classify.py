@@ -195,27 +195,40 @@ def classifier_labels(config: dict[str, Any], shown: str) -> tuple[str, ...]:
     check_kind(
         config, shown, (SEQUENCE_CLASSIFICATION,), "a model that classifies texts (...ForSequenceClassification)"
     )
-    trained = config.get("sentence_transformers")
-    if "sbert_ce_default_activation_function" in config or (isinstance(trained, dict) and "activation_fn" in trained):
+    one_label = len(labels_of(config, shown)) == 1
+    if is_cross_encoder(config):
         found = f"{shown} is a cross-encoder, which scores two texts against each other"
-        raise ConfigError("model", found, "a model that classifies single texts", OWN_NODE)
-    return probable_labels(config, shown)
+        fix = "use node rerank for it" if one_label else OWN_NODE
+        raise ConfigError("model", found, "a model that classifies single texts", fix)
+    for_score = "use node rerank to score passages against a query" if one_label else OWN_NODE
+    return probable_labels(config, shown, for_score)
 
 
-def probable_labels(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
-    """Return the labels in config.json in the order of the logits. ConfigError: outputs that are no probabilities."""
+def probable_labels(config: Mapping[str, Any], shown: str, for_score: str = OWN_NODE) -> tuple[str, ...]:
+    """Return the labels in config.json in the order of the logits.
+
+    ConfigError: outputs that are no probabilities; `for_score`: what to do with a model that gives a score.
+    """
     labels, kind = labels_of(config, shown), config.get("problem_type")
     if kind == "regression" or (len(labels) == 1 and not independent(config)):
         one = (
             "is a regression (problem_type in config.json)" if kind == "regression" else "has one label (num_labels=1)"
         )
         found = f"{shown} {one}: its output is a score, and no probability of a label"
-        fix = f"name a model with two labels or more; for the score, {OWN_NODE}"
+        fix = f"name a model with two labels or more; for the score, {for_score}"
         raise ConfigError("model", found, "a model with two labels or more", fix)
     if kind not in (None, "single_label_classification", "multi_label_classification"):
         expected = "single_label_classification or multi_label_classification"
         raise ConfigError("model", f"problem_type in {shown}/config.json is {kind!r:.60}", expected)
     return labels
+
+
+def is_cross_encoder(config: Mapping[str, Any]) -> bool:
+    """Return True for a config.json that a CrossEncoder of sentence-transformers wrote."""
+    trained = config.get("sentence_transformers")
+    return "sbert_ce_default_activation_function" in config or (
+        isinstance(trained, dict) and "activation_fn" in trained
+    )
 
 
 def labels_of(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:

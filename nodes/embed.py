@@ -28,11 +28,11 @@ from weftline.nodes.hugging_face import (
     TextTokens,
     check_folder,
     check_kind,
+    fetch_folder,
     find_folder,
     kind_of,
     load_network,
     load_tokens,
-    local_or_hub,
     read_config,
     tokens_limit,
 )
@@ -62,8 +62,11 @@ class EmbedConfig:
                or 'weighted_mean'. Default: that of the model's modules.json, else 'mean'.
     normalise: scale every embedding to length 1, so that a dot product is a cosine. Default: that of
                the model's modules.json, else true.
-    prefix:    text before every input, as some models were trained with ('query: '). Default: the model's own default
-               prompt, if it has one.
+    dimensions: numbers of an embedding that are kept, the first ones, before it is scaled: for models that were
+               trained so that the first numbers suffice (Matryoshka). Default: all.
+    prompt:    name of one of the model's prompts, in its config_sentence_transformers.json ('query'): the text before
+               every input. Default: the model's own default prompt, if it has one.
+    prefix:    text before every input, as some models were trained with ('query: '), instead of a prompt of the model.
     precision: number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; embeddings
                are float32 in all. Compared with float32 on the CPU, with random weights of BERT, MPNet, RoBERTa and T5,
                embeddings moved by a cosine distance of at most 2e-5 in bfloat16 and 4e-7 in float16, where texts are
@@ -73,12 +76,14 @@ class EmbedConfig:
     model: str
     pooling: str | None = None
     normalise: bool | None = None
+    dimensions: int | None = None
+    prompt: str | None = None
     prefix: str | None = None
     precision: str = "float32"
 
 
 class Embed(BatchNode):
-    """Computes float32[D] embeddings of texts, with D of the model's config.json.
+    """Computes float32[D] embeddings of texts, with D of the model's config.json, or `dimensions`.
 
     A sentence-transformers folder has the results of that library: its pooling, dense layers, normalisation, default
     prompt and maximum length apply. Options of the step override them; `weftline plan` shows both.
@@ -101,14 +106,20 @@ class Embed(BatchNode):
         if config.pooling is not None and config.pooling not in POOLINGS:
             raise ConfigError("pooling", f"{config.pooling!r:.40}", f"one of {', '.join(POOLINGS)}")
         check_precision(config.precision)
+        if config.dimensions is not None and config.dimensions < 1:
+            raise ConfigError("dimensions", f"{config.dimensions}", "a number from 1")
+        if config.prompt is not None and config.prefix is not None:
+            raise ConfigError("prompt", "prompt and prefix", "one of them", "leave one out")
         folder = find_folder(config.model, step.base_dir)
         width = "D" if folder is None else _checked_width(config, folder, step.base_dir)
-        return Ports(inputs=(port("text", "text"),), outputs=(port("embedding", f"float32[{width}]"),))
+        _check_dimensions(config, width)
+        type = f"float32[{config.dimensions or width}]"
+        return Ports(inputs=(port("text", "text"),), outputs=(port("embedding", type),))
 
     @classmethod
     def plan_notes(cls, config: EmbedConfig, step: StepContext) -> Sequence[str]:
         folder = find_folder(config.model, step.base_dir)
-        written = None if folder is None else read_head(folder, config.model)
+        written = None if folder is None else read_head(folder, config.model, config.prompt)
         return () if written is None else tuple(_plan_lines(config, written))
 
     @classmethod
@@ -119,8 +130,8 @@ class Embed(BatchNode):
         self._device, self._on_device = context.framework_device, is_gpu(context.device)
         model = self.config.model
         try:
-            folder = _fetched(model, context.base_dir)
-            written = None if folder is None else read_head(folder, model)
+            folder = fetch_folder(model, context.base_dir, FILES)
+            written = None if folder is None else read_head(folder, model, self.config.prompt)
             self._head = _chosen(self.config, written)
             network = f"{model}/{written.network}" if written is not None and written.network else model
             if network != model and find_model(model, context.base_dir) is None:
@@ -133,6 +144,12 @@ class Embed(BatchNode):
         self._network = load_network(kind, network, context, _UNUSED)
         round_weights(self._network, self.config.precision)
         found = self._network.config.to_dict()
+        try:
+            if self.config.dimensions is not None:
+                dense = self._head.dense
+                _check_dimensions(self.config, dense[-1].outputs if dense else embedding_width(found, model))
+        except ConfigError as error:
+            raise model_error(error) from None
         if written is None:
             limit = tokens_limit(found)
         else:
@@ -174,6 +191,7 @@ class Embed(BatchNode):
             pooled = _pooled(self._head.pooling, states, mask.unsqueeze(-1).float())
             for layer in self._layers:
                 pooled = layer(pooled)
+            pooled = pooled[:, : self.config.dimensions].contiguous()
             if self._head.normalise:
                 pooled = torch.nn.functional.normalize(pooled, dim=-1)
             found: torch.Tensor = pooled
@@ -222,12 +240,20 @@ def _chosen(config: EmbedConfig, written: SentenceHead | None) -> SentenceHead:
     )
 
 
+def _check_dimensions(config: EmbedConfig, width: int | str) -> None:
+    """Check `dimensions` against the model's width; a name: not known yet."""
+    if config.dimensions is not None and isinstance(width, int) and config.dimensions > width:
+        found = f"{config.dimensions}, and {config.model} gives embeddings of {width} numbers"
+        raise ConfigError("dimensions", found, f"a number from 1 to {width}")
+
+
 def _plan_lines(config: EmbedConfig, written: SentenceHead) -> Sequence[str]:
     """Return lines for the plan: settings of a sentence-transformers folder, and the step's overrides."""
     head, model = _chosen(config, written), config.model
     parts = [f"pooling {head.pooling}"]
     parts += [f"dense {one.inputs} to {one.outputs} ({one.activation})" for one in head.dense]
     parts += [
+        *([f"the first {config.dimensions} numbers"] if config.dimensions else []),
         "length 1" if head.normalise else "not normalised",
         f"prefix {head.prefix!r:.60}" if head.prefix else "no prefix",
     ]
@@ -244,7 +270,7 @@ def _plan_lines(config: EmbedConfig, written: SentenceHead) -> Sequence[str]:
 def _checked_width(config: EmbedConfig, folder: Path, base_dir: Path) -> int:
     """Return the size of an embedding. ConfigError: the model in `folder` is no embedding model."""
     model = config.model
-    written = read_head(folder, model)
+    written = read_head(folder, model, config.prompt)
     network = f"{model}/{written.network}" if written is not None and written.network else model
     network_config = read_config(folder / (written.network if written else ""), network)
     encoder = str(network_config.get("model_type")) in _ENCODERS
@@ -264,19 +290,6 @@ def _checked_width(config: EmbedConfig, folder: Path, base_dir: Path) -> int:
             raise ConfigError("model", found, "modules that fit each other")
         width = one.outputs
     return int(width)
-
-
-def _fetched(model: str, base_dir: Path) -> Path | None:
-    """Return the folder with a model's small files: local, or a hub model's in the cache, downloaded if missing."""
-    source = local_or_hub(model, base_dir)
-    if isinstance(source, Path):
-        return find_folder(model, base_dir)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", *FILES]))
-    except Exception:  # loading the network reports the reason
-        return find_folder(model, base_dir)
 
 
 def embedding_width(config: dict[str, Any] | None, model: str) -> int | str:

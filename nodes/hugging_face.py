@@ -36,11 +36,26 @@ class Rows:
 
 
 class TextTokens:
-    """A tokenizer of the `tokenizers` library with the model's limit on tokens."""
+    """A tokenizer of the `tokenizers` library with the model's limit on tokens.
 
-    def __init__(self, tokenizer: Any, tokens_max: int, pad: int) -> None:
-        self._tokenizer, self._tokens_max, self._pad = tokenizer, tokens_max, pad
+    pad:   the padding token.
+    types: the model's inputs have token_type_ids.
+    side:  end of a pair's texts that truncation cuts, 'right' or 'left'; single texts are cut on the right.
+    """
+
+    def __init__(self, tokenizer: Any, tokens_max: int, pad: int, types: bool = False, side: str = "right") -> None:
+        self._tokenizer, self._tokens_max, self.pad, self.types = tokenizer, tokens_max, pad, types
+        self._side = side
         tokenizer.no_padding()
+
+    def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids and token types of each pair of texts.
+
+        A pair above the limit is truncated token by token at `side` of its longer text.
+        """
+        self._tokenizer.enable_truncation(self._tokens_max, strategy="longest_first", direction=self._side)
+        found = self._tokenizer.encode_batch(list(pairs))
+        return [(one.ids or [self.pad], one.type_ids or [0]) for one in found]
 
     def rows(self, texts: Sequence[str], windows_max: int = 1) -> Rows:
         """Return `texts` as rows: one for each, or for a long text up to `windows_max` that overlap by a quarter.
@@ -53,14 +68,19 @@ class TextTokens:
         owner: list[int] = []
         for place, encoded in enumerate(self._tokenizer.encode_batch(list(texts))):
             windows = [encoded, *encoded.overflowing][:windows_max]
-            lists += [window.ids or [self._pad] for window in windows]
+            lists += [window.ids or [self.pad] for window in windows]
             owner += [place] * len(windows)
-        longest = max(map(len, lists), default=1)
-        ids = np.full((len(lists), longest), self._pad, np.int64)
-        mask = np.zeros((len(lists), longest), np.int64)
-        for row, tokens in enumerate(lists):
-            ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-        return Rows(ids, mask, tuple(owner))
+        return Rows(*pad_rows(lists, self.pad), tuple(owner))
+
+
+def pad_rows(lists: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return lists as int64 [rows, tokens], padded at their ends, and the mask: 1 at tokens, 0 at padding."""
+    longest = max(map(len, lists), default=1)
+    ids = np.full((len(lists), longest), pad, np.int64)
+    mask = np.zeros((len(lists), longest), np.int64)
+    for row, tokens in enumerate(lists):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    return ids, mask
 
 
 def load_tokenizer(folder: Path, shown: str) -> Any:
@@ -188,8 +208,13 @@ def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], ex
     name, kind = kind_of(config)
     if kind is None or kind in wanted:
         return
-    node = "whisper" if config.get("model_type") == "whisper" and not kind.task else kind.node
-    run = f"node {node} with `task: {kind.task}`" if kind.task else f"node {node}"
+    node, task = kind.node, kind.task
+    labels = config.get("id2label")
+    if config.get("model_type") == "whisper" and not task:
+        node = "whisper"
+    elif kind is SEQUENCE_CLASSIFICATION and isinstance(labels, dict) and len(labels) == 1:
+        node = "rerank"
+    run = f"node {node} with `task: {task}`" if task else f"node {node}"
     other = f"use {run} for it, or name another model" if node else f"name another model, or {OWN_NODE}"
     raise ConfigError("model", f"{shown} is a {name:.80}, which {kind.about}", expected, fix or other)
 
@@ -379,7 +404,9 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise ModelError(f"{model} has no tokenizer.json")
-    return TextTokens(fast, tokens_max, (tokenizer.pad_token_id or 0) if pad is None else pad)
+    types = "token_type_ids" in tokenizer.model_input_names
+    pad = (tokenizer.pad_token_id or 0) if pad is None else pad
+    return TextTokens(fast, tokens_max, pad, types, tokenizer.truncation_side)
 
 
 def tokens_limit(config: dict[str, Any], tokens_max: int = TOKENS_MAX) -> int:
@@ -408,6 +435,22 @@ def is_path(model: str, base_dir: Path) -> bool:
 def local_or_hub(model: str, base_dir: Path) -> Path | str:
     """Return the local folder that `model` names, else the name itself for the hub."""
     return find_model(model, base_dir) or model
+
+
+def fetch_folder(model: str, base_dir: Path, files: Sequence[str]) -> Path | None:
+    """Return the folder with a model's small files: local, or a hub model's in the cache, downloaded if missing.
+
+    files: patterns of the files to download, besides config.json.
+    """
+    source = local_or_hub(model, base_dir)
+    if isinstance(source, Path):
+        return find_folder(model, base_dir)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["config.json", *files]))
+    except Exception:  # loading the network reports the reason
+        return find_folder(model, base_dir)
 
 
 def reason_without_path(error: BaseException, source: Path | str, shown: str) -> str:

@@ -1,4 +1,4 @@
-"""Pooling and normalisation heads of sentence-transformers models.
+"""Heads of sentence-transformers models: pooling and normalisation of embeddings, activation of cross-encoders.
 
 Read from the files that the library sentence-transformers writes beside a network, without any framework:
 
@@ -6,9 +6,10 @@ Read from the files that the library sentence-transformers writes beside a netwo
     sentence_bert_config.json           max_seq_length, do_lower_case
     1_Pooling/config.json               how tokens become one vector
     2_Dense/config.json                 a linear layer on that vector, its weights beside it as safetensors
-    config_sentence_transformers.json   prompts, and the name of the one that is used by default
+    config_sentence_transformers.json   prompts, and the name of the one that is used by default; a cross-encoder's
+                                        activation, which older versions of the library wrote into config.json
 
-Whatever of these would change the embedding and is not known here is refused with its name.
+Whatever of these would change the result and is not known here is refused with its name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weftline.nodes.hugging_face import OWN_NODE, read_json
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-FILES = (MODULES, SETTINGS, "sentence_*_config.json", "*/config.json", "*/model.safetensors")
+FILES = (MODULES, SETTINGS, "sentence_*_config.json", "*/config.json", "*/model.safetensors", "*tokenizer_config.json")
 """Patterns of all files that are read here or by the nodes that compute with them."""
 
 _POOLINGS = {
@@ -40,6 +41,9 @@ POOLINGS = tuple(_POOLINGS.values())
 
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
 """Classes of torch.nn that may follow a dense layer."""
+
+PAIR_ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "none"}
+"""Activations of node rerank by classes of torch.nn."""
 
 MODULES_MAX = 16
 SIZE_MAX = 1 << 20
@@ -64,7 +68,7 @@ class SentenceHead:
     pooling:    one of POOLINGS.
     dense:      layers after pooling, in order.
     normalise:  embeddings are scaled to length 1 in the end.
-    prompt:     the name of the prompt that is used by default, `prefix` its text; both '' without one.
+    prompt:     the name of the prompt that is used, `prefix` its text; both '' without one.
     lower:      texts are put into lower case.
     tokens_max: most tokens of a text; None: what the network and its tokenizer read.
     """
@@ -79,11 +83,18 @@ class SentenceHead:
     tokens_max: int | None = None
 
 
-def read_head(folder: Path, shown: str) -> SentenceHead | None:
-    """Return the head of a model's folder, None where it has no modules.json; ConfigError names what is not known."""
+def read_head(folder: Path, shown: str, prompt: str | None = None) -> SentenceHead | None:
+    """Return the head of a model's folder, None where it has no modules.json; ConfigError names what is not known.
+
+    prompt: name of the prompt to use; None: the folder's default.
+    """
     modules = read_json(folder / MODULES, f"{shown}/{MODULES}")
     if modules is None:
+        if prompt is not None:
+            found = f"{prompt!r:.60}, and {shown} has no {MODULES}, so no prompts"
+            raise ConfigError("prompt", found, fix="write the text as `prefix`")
         return None
+    settings = _settings(folder, shown, "SentenceTransformer")
     kinds = [*_modules(modules, f"{shown}/{MODULES}")]
     names = [kind for kind, _ in kinds]
     order = ["Transformer", "Pooling", *["Dense"] * names.count("Dense"), *["Normalize"] * names.count("Normalize")]
@@ -92,13 +103,66 @@ def read_head(folder: Path, shown: str) -> SentenceHead | None:
         raise ConfigError("model", found, "Transformer, Pooling, then perhaps Dense and Normalize", OWN_NODE)
     (_, network), (_, pooling), *rest = kinds
     reads = _transformer(folder / network, _under(shown, network))
-    prompt, prefix = _prompt(folder, shown)
+    used, prefix = _prompt(settings, shown, prompt)
     mode, whole = _pooling(folder / pooling, _under(shown, pooling))
     if prefix and not whole:
         found = f"{_under(shown, pooling)}/config.json leaves the prompt out of pooling (include_prompt: false)"
-        raise ConfigError("model", found, "include_prompt: true, or no default prompt", OWN_NODE)
+        raise ConfigError("model", found, "include_prompt: true, or no prompt", OWN_NODE)
     dense = tuple(_dense(folder, path, _under(shown, path)) for kind, path in rest if kind == "Dense")
-    return SentenceHead(network, mode, dense, "Normalize" in names, prompt, prefix, *reads)
+    return SentenceHead(network, mode, dense, "Normalize" in names, used, prefix, *reads)
+
+
+@dataclass(frozen=True, slots=True)
+class PairHead:
+    """Settings of a cross-encoder. activation: of its score, 'sigmoid' or 'none'.
+
+    lower, tokens_max: as in SentenceHead; tokens_max of both texts together.
+    """
+
+    activation: str = "sigmoid"
+    lower: bool = False
+    tokens_max: int | None = None
+
+
+def read_pair_head(folder: Path, shown: str, config: Mapping[str, Any], activation: str | None = None) -> PairHead:
+    """Return the settings of a cross-encoder's folder; ConfigError names what is not known.
+
+    config:     its config.json.
+    activation: the step's own; None: the folder's, else 'sigmoid'.
+    """
+    modules = read_json(folder / MODULES, f"{shown}/{MODULES}")
+    kinds = [] if modules is None else [*_modules(modules, f"{shown}/{MODULES}")]
+    if kinds not in ([], [("Transformer", "")]):
+        names = ", ".join(f"{kind} in {path}" if path else kind for kind, path in kinds)
+        fix = "use node embed for it" if any(kind == "Pooling" for kind, _ in kinds) else OWN_NODE
+        raise ConfigError("model", f"{shown}/{MODULES} has {names}", "a Transformer alone", fix)
+    settings = _settings(folder, shown, "CrossEncoder")
+    if _prompt(settings, shown)[1]:
+        found = f"{shown}/{SETTINGS} has a default prompt, {settings.get('default_prompt_name')!r:.60}"
+        raise ConfigError("model", found, "a cross-encoder without a default prompt", OWN_NODE)
+    reads = _transformer(folder, shown, "sequence-classification")
+    return PairHead(activation or _activation(settings, config, shown), *reads)
+
+
+def _activation(settings: Mapping[str, Any], config: Mapping[str, Any], shown: str) -> str:
+    """Return a cross-encoder's activation by the first file that names it, in the order of sentence-transformers."""
+    section = config.get("sentence_transformers")
+    if settings.get("activation_fn") is not None:
+        where, named = f"activation_fn in {shown}/{SETTINGS}", settings["activation_fn"]
+    elif isinstance(section, Mapping) and "activation_fn" in section:
+        where, named = f"sentence_transformers.activation_fn in {shown}/config.json", section["activation_fn"]
+    else:
+        name = "sbert_ce_default_activation_function"
+        where, named = f"{name} in {shown}/config.json", config.get(name)
+    if named is None:
+        return PAIR_ACTIVATIONS["Sigmoid"]
+    known = isinstance(named, str) and named.startswith("torch.nn.")
+    found = PAIR_ACTIVATIONS.get(named.rpartition(".")[2]) if known else None
+    if found is None:
+        expected = f"one of torch's {', '.join(PAIR_ACTIVATIONS)}"
+        fix = f"write `activation: sigmoid` or `activation: none` if that is meant, or {OWN_NODE}"
+        raise ConfigError("model", f"{where} is {named!r:.100}", expected, fix)
+    return found
 
 
 def _modules(written: Any, shown: str) -> Iterator[tuple[str, str]]:
@@ -119,14 +183,18 @@ def _modules(written: Any, shown: str) -> Iterator[tuple[str, str]]:
         yield name, path
 
 
-def _transformer(folder: Path, shown: str) -> tuple[bool, int | None]:
+def _transformer(folder: Path, shown: str, wanted: str = "feature-extraction") -> tuple[bool, int | None]:
     """Return whether texts are put into lower case, and the most tokens of one."""
     names = sorted(path.name for path in folder.glob("sentence_*_config.json"))
     written = _object(folder, shown, names[0]) if names else {}
-    task = written.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
+    task = written.get("transformer_task", wanted)
+    if task != wanted:
         found = f"transformer_task in {shown}/{names[0]} is {task!r:.60}"
-        raise ConfigError("model", found, "feature-extraction", OWN_NODE)
+        raise ConfigError("model", found, wanted, OWN_NODE)
+    for key in ("processing_kwargs", "query_expansion"):
+        if written.get(key):
+            found = f"{key} in {shown}/{names[0]} is {written[key]!r:.60}"
+            raise ConfigError("model", found, f"no {key}", OWN_NODE)
     tokens_max = written.get("max_seq_length")
     if tokens_max is None:
         tokens_max = _object(folder, shown, "tokenizer_config.json").get("model_max_length")
@@ -170,15 +238,30 @@ def _dense(folder: Path, path: str, shown: str) -> Dense:
     return Dense(weights, sizes["in_features"], sizes["out_features"], bias, name)
 
 
-def _prompt(folder: Path, shown: str) -> tuple[str, str]:
-    """Return the name and the text of the default prompt."""
+def _settings(folder: Path, shown: str, wanted: str) -> Mapping[str, Any]:
+    """Return the settings of a folder that the library's class `wanted` wrote."""
     written = _object(folder, shown, SETTINGS)
-    kind = written.get("model_type", "SentenceTransformer")
-    if kind != "SentenceTransformer":
-        raise ConfigError("model", f"{shown} is a {kind!s:.60}", "a SentenceTransformer", OWN_NODE)
+    kind = written.get("model_type", wanted)
+    if kind != wanted:
+        node = {"CrossEncoder": "rerank", "SentenceTransformer": "embed"}.get(str(kind))
+        fix = f"use node {node} for it" if node else OWN_NODE
+        raise ConfigError("model", f"{shown} is a {kind!s:.60}", f"a {wanted}", fix)
+    return written
+
+
+def _prompt(written: Mapping[str, Any], shown: str, chosen: str | None = None) -> tuple[str, str]:
+    """Return the name and the text of the prompt `chosen`, else of the default prompt."""
     if written.get("truncate_dim") is not None:
         raise ConfigError("model", f"{shown}/{SETTINGS} cuts embeddings (truncate_dim)", "whole embeddings", OWN_NODE)
     name, prompts = written.get("default_prompt_name"), written.get("prompts")
+    if chosen is not None:
+        known = prompts if isinstance(prompts, dict) else {}
+        texts = {key: text for key, text in known.items() if isinstance(text, str)}
+        if chosen not in texts:
+            expected = f"one of {', '.join(texts)}" if texts else "a model with prompts"
+            found = f"{chosen!r:.60} is no prompt in {shown}/{SETTINGS}"
+            raise ConfigError("prompt", found, expected, "write the text as `prefix`")
+        return chosen, texts[chosen]
     if name is None:
         return "", ""
     text = prompts.get(name) if isinstance(prompts, dict) else None

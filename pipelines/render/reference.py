@@ -172,6 +172,7 @@ MADE_UP: Mapping[str, Mapping[str, Any]] = {
     "yolo": {"model": "yolo11n.pt", "trust_pickle": True},
     "classify": {"model": "organisation/model"},
     "embed": {"model": "organisation/model"},
+    "rerank": {"model": "organisation/model"},
     "llm": {"model": "organisation/model"},
 }
 """Options that a node's ports depend on; nothing is opened with them."""
@@ -205,6 +206,7 @@ LICENCES: Mapping[str, str] = {
     "classify": "Runs on transformers (Apache-2.0) and torch. A folder with `model.onnx` runs on onnxruntime (MIT) "
     "instead and needs `weftline[onnx]` only.",
     "embed": "Runs on transformers (Apache-2.0) and torch.",
+    "rerank": "Runs on transformers (Apache-2.0) and torch.",
     "transformers": "Runs on transformers (Apache-2.0), torch and torchvision (BSD-3-Clause).",
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",

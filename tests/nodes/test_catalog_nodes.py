@@ -11,6 +11,7 @@ import pytest
 NODES = {
     "function": "function:Function", "torch": "torch_module:TorchModule", "onnx": "onnx:Onnx",
     "whisper": "whisper:Whisper", "yolo": "yolo:Yolo", "classify": "classify:Classify", "embed": "embed:Embed",
+    "rerank": "rerank:Rerank",
     "template": "template:Template", "guardrail": "guardrail:Guardrail", "crop": "crop:Crop",
     "transformers": "transformers_tasks.node:Transformers",
 }  # fmt: skip

@@ -493,6 +493,56 @@ def test_dense_layer_prompt_and_longest_text_come_from_the_folder(tmp_path: Path
     np.testing.assert_array_equal(node.run(Batch({"text": ["Good bad day day day"]}))["embedding"][0], found)
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_embeddings_are_cut_and_then_scaled(tmp_path: Path, normalise: bool) -> None:
+    network = sentence_folder(tmp_path / "m", {"pooling_mode_mean_tokens": True}, *["Normalize"] * normalise)
+    config = EmbedConfig("m", dimensions=5)
+    assert str(Embed.ports(config, StepContext(tmp_path)).outputs[0].type) == "float32[5]"
+    assert "pooling mean, the first 5 numbers, " in Embed.plan_notes(config, StepContext(tmp_path))[0]
+    found = embed_of(tmp_path, config, "good day", "bad key")
+    for row, text in zip(found, ("good day", "bad key"), strict=True):
+        wanted = states_of(network, text).mean(0)[:5]
+        np.testing.assert_allclose(row, wanted / wanted.norm() if normalise else wanted, atol=1e-5)
+
+
+def test_more_dimensions_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    sentence_folder(tmp_path / "m", {"pooling_mode_mean_tokens": True})
+    save(BertModel(BertConfig(**SIZES)), tmp_path / "plain")
+    for model in ("m", "plain"):
+        Embed.ports(EmbedConfig(model, dimensions=16), StepContext(tmp_path))
+        error = refused(Embed, EmbedConfig(model, dimensions=17), tmp_path)
+        assert error.option == "dimensions" and f"{model} gives embeddings of 16 numbers" in error.found
+        with pytest.raises(ModelError, match="embeddings of 16 numbers"):
+            embed_of(tmp_path, EmbedConfig(model, dimensions=17), "good")
+    assert refused(Embed, EmbedConfig("m", dimensions=0), tmp_path).expected == "a number from 1"
+    (ports,) = Embed.ports(EmbedConfig("someone/model-that-is-not-here", dimensions=7), StepContext(tmp_path)).outputs
+    assert str(ports.type) == "float32[7]"
+
+
+def test_a_prompt_of_the_folder_is_chosen_by_name(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "key ", "document": "day "}, "default_prompt_name": "query"}
+    network = sentence_folder(tmp_path / "m", {"pooling_mode_cls_token": True}, **prompts)
+    for name, prefix in ((None, "key "), ("query", "key "), ("document", "day ")):
+        (found,) = embed_of(tmp_path, EmbedConfig("m", prompt=name), "good day")
+        np.testing.assert_allclose(found, states_of(network, prefix + "good day")[0], atol=1e-5)
+        assert f"prefix '{prefix}'" in Embed.plan_notes(EmbedConfig("m", prompt=name), StepContext(tmp_path))[0]
+
+
+def test_an_unknown_prompt_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    prompts = {"prompts": {"query": "key ", "document": "day "}}
+    sentence_folder(tmp_path / "m", {"pooling_mode_mean_tokens": True}, **prompts)
+    save(BertModel(BertConfig(**SIZES)), tmp_path / "plain")
+    error = refused(Embed, EmbedConfig("m", prompt="passage"), tmp_path)
+    assert error.option == "prompt" and "'passage' is no prompt" in error.found
+    assert error.expected == "one of query, document"
+    error = refused(Embed, EmbedConfig("plain", prompt="query"), tmp_path)
+    assert error.option == "prompt" and "no modules.json" in error.found
+    assert refused(Embed, EmbedConfig("m", prompt="query", prefix="x"), tmp_path).option == "prompt"
+    change(tmp_path / "m" / "1_Pooling" / "config.json", include_prompt=False)
+    Embed.ports(EmbedConfig("m"), StepContext(tmp_path))
+    assert "include_prompt" in refused(Embed, EmbedConfig("m", prompt="query"), tmp_path).found
+
+
 def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "key "}, "default_prompt_name": "query"}
     network = sentence_folder(tmp_path / "m", {"pooling_mode_cls_token": True}, "Normalize", **prompts)
@@ -521,6 +571,7 @@ def test_an_option_goes_before_the_folder_and_the_plan_says_so(tmp_path: Path) -
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "is a SparseEncoder"),
         ("sentence_bert_config.json", {"max_seq_length": "long"}, "max_seq_length .* is 'long'"),
         ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task .* is 'fill-mask'"),
+        ("sentence_bert_config.json", {"query_expansion": {"length": 32}}, "query_expansion .* is {'length': 32}"),
         ("2_Dense/config.json", {"activation_function": "my.own.Thing"}, "activation_function .* is my.own.Thing"),
         ("2_Dense/config.json", {"use_residual": True}, "use_residual"),
         ("2_Dense/config.json", {"in_features": 8}, "has 8 inputs, and the module before it has 16 outputs"),

@@ -60,7 +60,25 @@ _COMPLETION = {
     "logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
     **_SAMPLING,
 }
-_EMBEDDING = {"model": _MODEL, "input": _TEXTS, "encoding_format": {"enum": ["float", "base64"]}}
+_EMBEDDING = {
+    "model": _MODEL,
+    "input": _TEXTS,
+    "encoding_format": {"enum": ["float", "base64"]},
+    "dimensions": {"type": "integer", "minimum": 1, "description": "the length of the model's vectors"},
+}
+_DOCUMENT = {
+    "oneOf": [
+        {"type": "string"},
+        {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
+    ]
+}
+_RERANK = {
+    "model": _MODEL,
+    "query": {"type": "string"},
+    "documents": {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": 8},
+    "top_n": {"type": "integer", "minimum": 1},
+    "return_documents": {"type": "boolean"},
+}
 _TRANSCRIPTION = {
     "model": _MODEL,
     "file": {"type": "string", "format": "binary"},
@@ -121,6 +139,7 @@ _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/v1/chat/completions": ("Answer a conversation.", _CHAT, ("model", "messages")),
     "/v1/completions": ("Complete a text.", _COMPLETION, ("model", "prompt")),
     "/v1/embeddings": ("Embed texts.", _EMBEDDING, ("model", "input")),
+    "/v1/rerank": ("Score documents against a query.", _RERANK, ("model", "query", "documents")),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
     "/v2/repository/models/{model}/unload": ("Unload a pipeline.", {"parameters": {"type": "object"}}, ()),

@@ -58,6 +58,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, with the values that would not."""
 
+RERANK_REFUSED = (
+    *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields", "truncation", "truncate_prompt_tokens"),
+    *("activation", "use_activation", "softmax", "instruction"),
+)
+"""Fields of /v1/rerank that would change the scores."""
+
 Flag = Annotated[bool, Field(strict=True, description="true or false")]
 LikeliestCount = Annotated[int, Field(strict=True, ge=0, le=20, description="a whole number from 0 to 20")]
 Body = TypeVar("Body", bound="OpenAiBody")
@@ -75,6 +81,17 @@ def _to_texts(value: Any, info: ValidationInfo) -> list[str]:
     return texts
 
 
+def _to_documents(value: Any, info: ValidationInfo) -> list[str]:
+    """Return documents as texts; each is a text, or an object with a text."""
+    if not isinstance(value, list):
+        return _to_texts(None, info)
+    texts = [one.get("text") if isinstance(one, dict) else one for one in value]
+    if not texts or not all(isinstance(one, str) for one in texts):
+        raise HttpError('documents: expected a list of texts, or of objects {"text": ...}', param="documents")
+    return _to_texts(texts, info)
+
+
+Documents = Annotated[list[str], BeforeValidator(_to_documents), Field(description="a list of texts")]
 Texts = Annotated[list[str], BeforeValidator(_to_texts), Field(description="a text, or a list of texts")]
 
 
@@ -92,7 +109,7 @@ class OpenAiBody(BaseModel):
     def parse(cls: type[Body], fields: Mapping[str, Any], *, texts_max: int | None = None) -> Body:
         """Validate a body; HttpError names the first wrong field in `param` and lists all wrong fields.
 
-        texts_max: most texts of a `prompt` or `input`.
+        texts_max: most texts of a `prompt`, `input` or `documents`.
         """
         try:
             return cls.model_validate(fields, context={"texts_max": texts_max})
@@ -238,7 +255,30 @@ class EmbeddingBody(OpenAiBody):
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = Field(None, description="float or base64")
-    dimensions: None = Field(None, description="nothing; a model returns vectors of one length, leave it out")
+    dimensions: int | None = Field(None, strict=True, ge=1, description="the length of the model's vectors")
+
+    def check_dimensions(self, found: int) -> None:
+        """Refuse `dimensions` other than the length of the model's vectors."""
+        if self.dimensions not in (None, found):
+            why = f"model {self.model} returns vectors of {found} numbers, not {self.dimensions}"
+            raise unsupported("dimensions", f"{why}; leave it out, or set `dimensions` of its embed step")
+
+
+class RerankBody(OpenAiBody):
+    """Body of /v1/rerank, with the fields that Jina, Cohere and vLLM have in common."""
+
+    query: str = Field(strict=True, description="a text")
+    documents: Documents
+    top_n: int | None = Field(None, strict=True, ge=1, description="a whole number from 1")
+    return_documents: Flag | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, fields: Any) -> Any:
+        for field in RERANK_REFUSED:
+            if fields.get(field) is not None:
+                raise unsupported(field, "not supported by this server; leave it out")
+        return fields
 
 
 class TranscriptionBody(OpenAiBody):

@@ -1,4 +1,4 @@
-"""Handlers of the OpenAI routes: chat, completions, embeddings, transcriptions and the list of models.
+"""Handlers of the OpenAI routes: chat, completions, embeddings, transcriptions, the list of models; and of rerank.
 
 `docs/guides/openai.md` lists what each field does.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,17 +31,21 @@ from weftline.engine.serving.openai.bodies import (
     CompletionBody,
     EmbeddingBody,
     GenerationBody,
+    RerankBody,
     TranscriptionBody,
     answers_output,
 )
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
+    RerankPorts,
     SpeechPorts,
     chat_ports,
     completion_ports,
     embedding_ports,
+    rerank_ports,
     speech_ports,
+    vector_length,
 )
 from weftline.engine.serving.openai.responses import (
     AnswerHeader,
@@ -51,6 +56,7 @@ from weftline.engine.serving.openai.responses import (
     choices_of,
     usage_of,
 )
+from weftline.errors import StepError
 
 TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
 
@@ -74,7 +80,7 @@ class Endpoint:
         return StreamedText(output, *await self._context.begin(request, ask))
 
 
-def tenant_of(request: Request, ports: AnswerPorts) -> dict[str, str]:
+def tenant_of(request: Request, ports: AnswerPorts | RerankPorts) -> dict[str, str]:
     """Return the input that separates the prompt caches of callers, so that timing reveals no prompt of another."""
     name = caller_of(request).name
     return {ports.tenant: name} if ports.tenant is not None and name else {}
@@ -223,12 +229,18 @@ class Embeddings(Endpoint):
 
     async def create(self, request: Request) -> ASGIApp:
         body = EmbeddingBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
-        ports = embedding_ports(self._context.authorised_info(request, body.model))
+        info = self._context.authorised_info(request, body.model)
+        ports = embedding_ports(info)
+        if (length := vector_length(info, ports.output)) is not None:
+            body.check_dimensions(length)
         common = tenant_of(request, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
         answers = await self._outputs_of(request, asks)
         tokens = sum(usage_of(outputs.get(ports.usage or "")).prompt for outputs in answers)
+        for outputs in answers:
+            if outputs[ports.output] is not None:
+                body.check_dimensions(len(outputs[ports.output]))
         as_text = body.encoding_format == "base64"
         data = [
             {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text)}
@@ -246,6 +258,44 @@ def _encoded(vector: np.ndarray | None, as_text: bool) -> list[float] | str | No
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     numbers: list[float] = vector.astype(np.float32).tolist()
     return numbers
+
+
+class Rerank(Endpoint):
+    """POST /v1/rerank, which OpenAI's protocol lacks: the form that Jina, Cohere and vLLM have in common."""
+
+    async def create(self, request: Request) -> ASGIApp:
+        body = RerankBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
+        ports = rerank_ports(self._context.authorised_info(request, body.model))
+        inputs = {ports.query: body.query, ports.documents: body.documents} | tenant_of(request, ports)
+        wanted = [name for name in (ports.output, ports.usage) if name]
+        ask = ask_for(request, body.model, inputs, wanted, body.priority)
+        [outputs] = await self._outputs_of(request, [ask])
+        tokens = usage_of(outputs.get(ports.usage or "")).prompt
+        return json_response(
+            {
+                "id": f"rerank-{secrets.token_hex(12)}",
+                "object": "list",
+                "model": body.model,
+                "results": ranking(body, outputs.get(ports.output)),
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
+
+
+def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]:
+    """Return the `top_n` documents with the highest scores, the highest first; equal ones keep their order.
+
+    scores: of all documents, in their order; None: the pipeline left them out, and the results are empty.
+    """
+    if scores is None:
+        return []
+    if len(scores) != len(body.documents):
+        raise StepError(f"model {body.model} gave {len(scores)} scores for {len(body.documents)} documents")
+    results: list[dict[str, Any]] = []
+    for index in np.argsort(-scores.astype(np.float64), kind="stable")[: body.top_n].tolist():
+        document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+        results.append({"index": index, "relevance_score": float(scores[index])} | document)
+    return results
 
 
 class Transcriptions(Endpoint):

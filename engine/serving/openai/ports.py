@@ -3,6 +3,7 @@
     chat           an input `messages` (json), or a text input, or an audio input; and a text output
     completions    a text input and a text output
     embeddings     a text input, and an output that is one float vector
+    rerank         a text input `query`, a list of texts, and an output that is one float vector
     transcription  an audio input and a text output
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
@@ -57,6 +58,17 @@ class TextPorts(AnswerPorts):
 
 
 @dataclass(frozen=True, slots=True)
+class RerankPorts:
+    """Ports of a model that scores documents against a query."""
+
+    query: str
+    documents: str
+    output: str
+    tenant: str | None
+    usage: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class SpeechPorts:
     """Ports of a model that turns recordings into text."""
 
@@ -97,7 +109,27 @@ def completion_ports(info: ModelInfo) -> TextPorts:
 
 def embedding_ports(info: ModelInfo) -> TextPorts:
     """Return the ports for texts to embed; HttpError if the model has no embedding."""
-    return _text_ports(info, "embed", _vector_output(info))
+    return _text_ports(info, "embed", _vector_output(info, "embed", "embedding"))
+
+
+def vector_length(info: ModelInfo, output: str) -> int | None:
+    """Return the length of an output's vectors; None where the type does not state it."""
+    port = info.output(output)
+    dims = port.port_type.dims if port is not None else None
+    return dims[0] if dims and isinstance(dims[0], int) else None
+
+
+def rerank_ports(info: ModelInfo) -> RerankPorts:
+    """Return the ports for a query and documents; HttpError if the model cannot rerank."""
+    task = "rerank"
+    query = _input(info, "query", "text")
+    lists = [one.name for one in info.inputs if one.type == "list[text]"]
+    if query is None or len(lists) != 1:
+        raise _cannot(info, task, "it needs an input `query` (text) and one input that is a list of texts")
+    tenant = _input(info, "tenant", "text")
+    _check_rest(info, task, {query, lists[0], tenant})
+    output = _vector_output(info, task, "scores")
+    return RerankPorts(query, lists[0], output, tenant, _output(info, "usage", "json"))
 
 
 def speech_ports(info: ModelInfo) -> SpeechPorts:
@@ -148,13 +180,14 @@ def _text_output(info: ModelInfo, task: str, names: tuple[str, ...]) -> str:
     raise _cannot(info, task, f"{found} {' or '.join(names)}")
 
 
-def _vector_output(info: ModelInfo) -> str:
+def _vector_output(info: ModelInfo, task: str, name: str) -> str:
+    """Return the output called `name`, or the only one, that is a float vector."""
     vectors = [one.name for one in info.outputs if _is_vector(one)]
-    if "embedding" in vectors:
-        return "embedding"
+    if name in vectors:
+        return name
     if len(vectors) != 1:
         found = ", ".join(vectors) or "none"
-        raise _cannot(info, "embed", f"its float vectors are {found}; one is needed, or one called `embedding`")
+        raise _cannot(info, task, f"its float vectors are {found}; one is needed, or one called `{name}`")
     return vectors[0]
 
 

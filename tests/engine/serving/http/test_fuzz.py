@@ -18,7 +18,7 @@ from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.openapi import document
 
 FORBIDDEN = re.compile(r"0x[0-9a-fA-F]{6,}|Traceback|File \"|/(?:work|root|home|usr|tmp|dev|proc)/|site-packages|wl_")
-MODELS = ["chat", "embed", "tensor", "ears", "unknown"]
+MODELS = ["chat", "embed", "rank", "tensor", "ears", "unknown"]
 
 
 def document_of_these_models() -> dict[str, Any]:
@@ -51,6 +51,10 @@ def endpoint() -> Iterator[Hosted]:
             "embed": (
                 info("embed", {"text": "text"}, {"embedding": "float32[2]"}),
                 lambda ask: {"embedding": np.zeros(2, np.float32)},
+            ),
+            "rank": (
+                info("rank", {"query": "text", "passages": "list[text]"}, {"scores": "float32[N]"}),
+                lambda ask: {"scores": np.zeros(len(ask.inputs["passages"]), np.float32)},
             ),
             "tensor": (info("tensor", {"x": "float32[N]?", "s": "text?"}, {"y": "float32[N]?", "t": "text?"}), echo),
             "ears": (info("ears", {"speech": "audio"}, {"text": "text"}), lambda ask: {"text": "said"}),

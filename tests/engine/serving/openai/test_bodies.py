@@ -121,5 +121,5 @@ def test_all_wrong_fields_are_named_at_once_and_param_is_the_first() -> None:
 @pytest.mark.parametrize("field", ["encoding_format", "dimensions", "priority", "input"])
 def test_embedding_fields_are_refused_by_name(field: str) -> None:
     with pytest.raises(HttpError, match=f"^{field}: expected ") as refused:
-        EmbeddingBody.parse({"model": "m", "input": "a"} | {field: 101})
+        EmbeddingBody.parse({"model": "m", "input": "a"} | {field: -101})
     assert refused.value.param == field

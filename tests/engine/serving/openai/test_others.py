@@ -1,4 +1,4 @@
-"""Completions, embeddings and transcriptions with the stock `openai` client, against models that are functions."""
+"""Completions, embeddings, transcriptions (with the stock `openai` client) and rerank; the models are functions."""
 
 import asyncio
 import tempfile
@@ -36,9 +36,19 @@ async def embeds(ask: Ask) -> dict[str, Any]:
     return {"embedding": np.array([len(text), 0.5, -1.0], np.float32), "usage": {"prompt_tokens": 4}}
 
 
+def ranks(ask: Ask) -> dict[str, Any]:
+    scores = [one.count(ask.inputs["query"]) / 4 for one in ask.inputs["passages"]]
+    short = scores[1:] if ask.inputs["query"] == "short" else scores
+    return {"scores": np.array(short, np.float32), "usage": {"prompt_tokens": 7}}
+
+
+RANK_INPUTS = {"query": "text", "passages": "list[text]"}
 MODELS = {
     "text": chatting(echoes, "text"),
     "embed": (info("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
+    "any-length": (info("any-length", {"text": "text"}, {"embedding": "float32[D]"}), embeds),
+    "rank": (info("rank", RANK_INPUTS | {"tenant": "text?"}, {"scores": "float32[N]", "usage": "json"}), ranks),
+    "no-rank": (info("no-rank", RANK_INPUTS, {"scores": "float32[N]?"}), lambda ask: {"scores": None}),
     "ears": (
         info("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
         lambda ask: {"text": f"{len(ask.inputs['speech'])} bytes of {ask.inputs.get('language', 'speech')}"},
@@ -128,6 +138,9 @@ def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.Open
     [
         ({"input": [1]}, "input"),
         ({"input": "a", "dimensions": 2}, "dimensions"),
+        ({"input": "a", "dimensions": 2, "model": "any-length"}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": "3"}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ({"input": "a", "model": "text"}, "model"),
     ],
@@ -135,6 +148,90 @@ def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.Open
 def test_embeddings_refuse_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
     response = httpx.post(f"{endpoint.url}/v1/embeddings", json={"model": "embed"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("model", ["embed", "any-length"])
+def test_dimensions_are_accepted_where_they_are_the_vectors_own(client: openai.OpenAI, model: str) -> None:
+    response = client.embeddings.create(model=model, input="bcd", dimensions=3, encoding_format="float")
+    assert response.data[0].embedding == [3.0, 0.5, -1.0]
+    with pytest.raises(openai.BadRequestError, match=f"model {model} returns vectors of 3 numbers, not 4; leave it"):
+        client.embeddings.create(model=model, input="bcd", dimensions=4)
+
+
+def test_dimensions_are_refused_before_the_model_runs(client: openai.OpenAI, backend: Functions) -> None:
+    backend.asked.clear()
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model="embed", input="bcd", dimensions=4)
+    assert backend.asked == []
+
+
+def rerank(endpoint: Hosted, **body: Any) -> httpx.Response:
+    fields = {"model": "rank", "query": "a", "documents": ["b", "aa", {"text": "a"}, "c"]} | body
+    return httpx.post(f"{endpoint.url}/v1/rerank", json=fields)
+
+
+def test_documents_are_ranked_and_equal_ones_keep_their_order(endpoint: Hosted, backend: Functions) -> None:
+    backend.asked.clear()
+    response = rerank(endpoint, priority=3, truncate_prompt_tokens=None)
+    body = response.json()
+    assert (response.status_code, body["model"], body["usage"]) == (
+        200,
+        "rank",
+        {"prompt_tokens": 7, "total_tokens": 7},
+    )
+    assert body["id"].startswith("rerank-") and body["id"] != rerank(endpoint).json()["id"]
+    assert body["results"] == [
+        {"index": 1, "relevance_score": 0.5}, {"index": 2, "relevance_score": 0.25},
+        {"index": 0, "relevance_score": 0.0}, {"index": 3, "relevance_score": 0.0},
+    ]  # fmt: skip
+    assert dict(backend.asked[0].inputs) == {"query": "a", "passages": ["b", "aa", "a", "c"]}
+    assert backend.asked[0].priority == -3
+
+
+def test_the_best_documents_are_returned_with_their_texts(endpoint: Hosted) -> None:
+    results = rerank(endpoint, top_n=2, return_documents=True).json()["results"]
+    assert results == [
+        {"index": 1, "relevance_score": 0.5, "document": {"text": "aa"}},
+        {"index": 2, "relevance_score": 0.25, "document": {"text": "a"}},
+    ]
+    assert len(rerank(endpoint, top_n=100).json()["results"]) == 4
+
+
+def test_a_ranking_of_other_documents_is_a_failure_of_the_model(endpoint: Hosted) -> None:
+    response = rerank(endpoint, query="short")
+    assert response.status_code == 500 and "3 scores for 4 documents" in response.json()["error"]["message"]
+    assert rerank(endpoint, model="no-rank").json()["results"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"query": None}, "query"),
+        ({"query": ["a"]}, "query"),
+        ({"documents": []}, "documents"),
+        ({"documents": "a"}, "documents"),
+        ({"documents": ["a", 1]}, "documents"),
+        ({"documents": [{"image": "a"}]}, "documents"),
+        ({"documents": {"text": "a"}}, "documents"),
+        ({"documents": ["a"] * 9}, "documents"),
+        ({"top_n": 0}, "top_n"),
+        ({"top_n": True}, "top_n"),
+        ({"top_n": "3"}, "top_n"),
+        ({"return_documents": "yes"}, "return_documents"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"rank_fields": ["text"]}, "rank_fields"),
+        ({"model": "embed"}, "model"),
+        ({"model": ""}, "model"),
+    ],
+)
+def test_rerank_refuses_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
+    response = rerank(endpoint, **body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_an_unknown_model_has_no_ranking(endpoint: Hosted) -> None:
+    response = rerank(endpoint, model="unknown")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_recording_is_transcribed(client: openai.OpenAI) -> None:

@@ -2,7 +2,14 @@ import pytest
 
 from tests.engine.serving.http.backends import info
 from weftline.engine.serving.http.errors import HttpError
-from weftline.engine.serving.openai.ports import chat_ports, completion_ports, embedding_ports, speech_ports
+from weftline.engine.serving.openai.ports import (
+    chat_ports,
+    completion_ports,
+    embedding_ports,
+    rerank_ports,
+    speech_ports,
+    vector_length,
+)
 
 
 def test_a_model_with_messages_chats_and_its_other_ports_are_found_by_name() -> None:
@@ -55,6 +62,30 @@ def test_embeddings_come_from_the_one_float_vector() -> None:
         embedding_ports(info("m", {"text": "text"}, {"v": "float32[3, H]"}))
     with pytest.raises(HttpError, match="float vectors are a, b"):
         embedding_ports(info("m", {"text": "text"}, {"a": "float32[D]", "b": "float32[D]"}))
+
+
+def test_the_length_of_vectors_is_known_where_their_type_states_it() -> None:
+    model = info("m", {"text": "text"}, {"three": "float32[3]", "free": "float32[D]", "words": "text"})
+    assert [vector_length(model, name) for name in ("three", "free", "words", "absent")] == [3, None, None, None]
+
+
+def test_rerank_wants_a_query_a_list_of_texts_and_one_vector() -> None:
+    inputs = {"query": "text", "found": "list[text]", "tenant": "text?"}
+    ports = rerank_ports(info("m", inputs, {"scores": "float32[N]", "other": "float32[N]", "usage": "json"}))
+    assert (ports.query, ports.documents, ports.output) == ("query", "found", "scores")
+    assert (ports.tenant, ports.usage) == ("tenant", "usage")
+    assert rerank_ports(info("m", inputs, {"relevance": "float32[N]"})).output == "relevance"
+    for wrong, outputs, why in (
+        ({"text": "text", "found": "list[text]"}, {"scores": "float32[N]"}, "an input `query`"),
+        ({"query": "text"}, {"scores": "float32[N]"}, "a list of texts"),
+        ({"query": "text", "a": "list[text]", "b": "list[text]"}, {"scores": "float32[N]"}, "a list of texts"),
+        ({**inputs, "style": "text"}, {"scores": "float32[N]"}, "its input style"),
+        (inputs, {"a": "float32[N]", "b": "float32[N]"}, "or one called `scores`"),
+        (inputs, {"scores": "int64[N]"}, "float vectors are none"),
+    ):
+        with pytest.raises(HttpError, match=why) as refused:
+            rerank_ports(info("m", wrong, outputs))
+        assert (refused.value.code, refused.value.param) == (400, "model")
 
 
 def test_completions_want_a_prompt_and_not_messages_alone() -> None:
