@@ -229,7 +229,7 @@ class ImageSegmentation(ImageTask):
             {
                 "label": self._labels[found[place]],
                 "class": int(found[place]),
-                "share": round(counts[place] / classes.size, 6),
+                "share": round(float(counts[place] / classes.size), 6),
             }
             for place in order
         ]
