@@ -167,6 +167,7 @@ class DepthEstimation(ImageTask):
     kinds = (DEPTH_ESTIMATION,)
     expected = "a model that measures depth (...ForDepthEstimation)"
     post = "post_process_depth_estimation"
+    unused = ("neck.fusion_stage.layers.0.residual_layer1.",)  # the first layer has no residual
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
@@ -228,7 +229,7 @@ class ImageSegmentation(ImageTask):
             {
                 "label": self._labels[found[place]],
                 "class": int(found[place]),
-                "share": round(counts[place] / classes.size, 6),
+                "share": round(float(counts[place] / classes.size), 6),
             }
             for place in order
         ]

@@ -26,11 +26,18 @@ from weftline.nodes.transformers_tasks.task import (
 _WINDOW = 400
 """Samples of the 25 ms window of a spectrogram at 16 kHz: a shorter recording has none."""
 
+_MASKED_IN_TRAINING = (
+    "data2vec_audio", "hubert", "sew", "sew_d", "unispeech", "unispeech_sat", "wav2vec2", "wav2vec2_bert",
+    "wav2vec2_conformer", "wavlm",
+)  # fmt: skip
+"""Models with an embedding of masked frames, by the prefix of their tensors: it is for training only."""
+
 
 class RecordingTask(Task):
     """A task whose inputs are prepared by a feature extractor."""
 
     processor = "AutoFeatureExtractor"
+    unused = tuple(f"{name}.masked_spec_embed" for name in _MASKED_IN_TRAINING)
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
         super().__init__(config, model)

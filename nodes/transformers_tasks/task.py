@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.classify import labels_of
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.device_tensors import as_torch, offload
 from weftline.nodes.grouping import group_by_shape
@@ -96,7 +95,7 @@ class Model:
 
     def __init__(self, task: type[Task], config: TransformersConfig, context: OpenContext) -> None:
         self.shown, self.device, self._precision = config.model, context.framework_device, config.precision
-        self.network = load_network(task.auto_class, config.model, context)
+        self.network = load_network(task.auto_class, config.model, context, task.unused)
         self._method = task.method
         round_weights(self.network, config.precision)
         self.config: dict[str, Any] = self.network.config.to_dict()
@@ -125,10 +124,6 @@ class Model:
         for items in group_by_shape([*tensors.values()], len(next(iter(tensors.values())))):
             yield items, self({name: torch.stack([rows[item] for item in items]) for name, rows in tensors.items()})
 
-    def labels(self) -> tuple[str, ...]:
-        """Return the names of the network's classes. ConfigError: config.json does not list all."""
-        return labels_of(self.config, self.shown)
-
     def sleep(self) -> None:
         """Move the weights to host memory."""
         offload(self.network)
@@ -149,6 +144,7 @@ class Task(ABC):
     kinds:      models that it runs; expected: the same as a phrase.
     options:    options of TransformersConfig that it reads, besides task, model and precision.
     method:     method of the network that computes a batch.
+    unused:     name prefixes of tensors that inference does not use, and that published weights may lack.
     """
 
     name: ClassVar[str]
@@ -158,6 +154,7 @@ class Task(ABC):
     expected: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = ()
     method: ClassVar[str] = "__call__"
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
         self.config, self.model = config, model

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from weftline.nodes.contract import ConfigError, OpenContext, StepContext
@@ -71,6 +72,14 @@ def save(network: Any, folder: Path, *processors_of_it: Any) -> Path:
     for one in processors_of_it:
         one.save_pretrained(folder)
     return folder
+
+
+def drop(folder: Path, prefix: str) -> None:
+    """Remove the tensors whose names start with `prefix` from the weights of a folder."""
+    state = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+    assert len(kept) < len(state)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_bert(kind: str, folder: Path, tokenizer: dict[str, Any] | None = None, **options: Any) -> Path:

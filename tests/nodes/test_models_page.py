@@ -1,5 +1,6 @@
 """docs/models.md: every task has its row, and the step in it passes `check` and runs with the outputs that it names."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,3 +73,5 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
         node.open(OpenContext(tmp_path))
         found = node.run(batch)
         assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
+        answers = [found[port][0] for port in named if named[port] == "json"]
+        assert json.loads(json.dumps(answers)) == answers

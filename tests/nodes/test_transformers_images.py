@@ -158,3 +158,14 @@ def test_a_model_that_marks_single_objects_is_refused(tmp_path: Path) -> None:
     error = refused(tmp_path, "image-segmentation")
     assert "marks the pixels of objects" in error.found and "ForSemanticSegmentation" in error.expected
     assert "`task: image-segmentation`" not in error.fix
+
+
+def test_depth_weights_may_lack_a_residual_that_is_not_used(tmp_path: Path) -> None:
+    folder = random_models.save_dpt(tmp_path / "m")
+    batch = Batch({"image": random_models.pictures()[:1]})
+    wanted = opened(tmp_path, "depth-estimation").run(batch)["depth"][0]
+    random_models.drop(folder, "neck.fusion_stage.layers.0.residual_layer1.")
+    np.testing.assert_array_equal(opened(tmp_path, "depth-estimation").run(batch)["depth"][0], wanted)
+    random_models.drop(folder, "neck.fusion_stage.layers.1.residual_layer1.")
+    with pytest.raises(ModelError, match=r"layers\.1\.residual_layer1"):
+        opened(tmp_path, "depth-estimation")

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.nodes import random_models
 from tests.nodes.random_models import assert_same_scores, names, opened, pipeline, refused
-from weftline.errors import InputError
+from weftline.errors import InputError, ModelError
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, ConfigError, StepContext
 
@@ -83,3 +84,28 @@ def test_models_of_recordings_are_not_taken_for_those_of_texts(tmp_path: Path) -
     for path in folder.glob("tokenizer.json"):
         path.unlink()
     assert refused(tmp_path / "n", "automatic-speech-recognition").found == "m has no tokenizer"
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2ForCTC", "Wav2Vec2ForSequenceClassification"])
+def test_weights_may_lack_what_only_training_uses(tmp_path: Path, kind: str) -> None:
+    folder = random_models.save_wav2vec2(kind, tmp_path / "m", "layer", **SOUNDS)
+    task = "automatic-speech-recognition" if kind.endswith("CTC") else "audio-classification"
+    batch = Batch({"audio": random_models.recordings()})
+    wanted = opened(tmp_path, task).run(batch)
+    random_models.drop(folder, "wav2vec2.masked_spec_embed")
+    assert opened(tmp_path, task).run(batch) == wanted
+    random_models.drop(folder, "wav2vec2.feature_projection.projection.weight")
+    with pytest.raises(ModelError, match="projection"):
+        opened(tmp_path, task)
+
+
+def test_older_names_of_normalised_weights_are_read(tmp_path: Path) -> None:
+    folder = random_models.save_wav2vec2("Wav2Vec2ForCTC", tmp_path / "m", "layer")
+    batch, task = Batch({"audio": random_models.recordings()}), "automatic-speech-recognition"
+    wanted = opened(tmp_path, task).run(batch)
+    state = load_file(folder / "model.safetensors")
+    older = {name.replace("parametrizations.weight.original0", "weight_g"): one for name, one in state.items()}
+    older = {name.replace("parametrizations.weight.original1", "weight_v"): one for name, one in older.items()}
+    assert any(name.endswith("weight_g") for name in older)
+    save_file(older, folder / "model.safetensors", metadata={"format": "pt"})
+    assert opened(tmp_path, task).run(batch) == wanted
