@@ -32,7 +32,7 @@ from weftline.errors import (
 ENGINE = Path(errors.__file__).resolve().parent.parent / "engine"
 TOKEN = new_token()
 FORBIDDEN = re.compile(
-    r"0x[0-9a-f]{6,}|traceback|File \"|(?:^|[\s'\"=(:,])(?:~|\.{1,2})?/+\w|\w/\w+\.py\b|psm_\w|[\x00-\x1f\x7f-\x9f]|"
+    r"0x[0-9a-f]{6,}|traceback|\bFile \"|(?:^|[\s'\"=(:,])(?:~|\.{1,2})?/+\w|\w/\w+\.py\b|psm_\w|[\x00-\x1f\x7f-\x9f]|"
     + re.escape(TOKEN),
     re.IGNORECASE,
 )

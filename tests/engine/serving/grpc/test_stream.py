@@ -25,6 +25,7 @@ from tests.engine.serving.grpc.served import (
 )
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import stream as stream_module
+from weftline.engine.serving.grpc.service import InferMethod
 
 BOTH = """weftline: 1
 name: both
@@ -251,11 +252,16 @@ def test_nothing_more_is_taken_from_a_client_that_does_not_read(server: Served) 
 
 
 def test_a_client_that_vanishes_while_answers_wait_leaves_nothing(server: Served) -> None:
+    infer = server.server.methods[METHOD + "ModelInfer"]
+    assert isinstance(infer, InferMethod)
+    budget = infer.inference.inflight
     with Stream(server) as stream:
         stream.send(*(request(values=bytes(1 << 20)) for _ in range(40)))
-        wait_until(lambda: server.backend.stats("echo")["arena"]["leased_bytes"] > 1 << 20)
+        wait_until(lambda: budget.held_bytes > 2 << 20)
         time.sleep(0.3)
+        assert budget.held_bytes > 2 << 20  # nothing was read
         stream.call.cancel()
+    wait_until(lambda: budget.held_bytes == 0)
     wait_until(lambda: server.backend.stats("echo")["arena"]["leased_bytes"] < 1 << 20)
     wait_until(lambda: server.open_requests("echo") == 0)
 
