@@ -20,6 +20,7 @@ import contextlib
 import logging
 import re
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ from weftline.engine.serving.grpc.service import (
     StreamMethod,
     pushback,
 )
+from weftline.engine.serving.grpc.tls_listener import TlsListener
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.unix_socket import placed
 from weftline.errors import DeadlineExceeded, LimitReached, ModelError, RequestCancelled, WeftlineError
@@ -803,7 +805,7 @@ class Http2Transport:
         self.calls = 0
         self.closing = self.closed = False
         self.now_s = time.monotonic()
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | TlsListener] = []
         self._sweeping: asyncio.Task[None] | None = None
         self._all_closed = asyncio.Event()
 
@@ -811,7 +813,6 @@ class Http2Transport:
         """Listen and return the port, 0 for a Unix socket; ModelError if the address is not available."""
         config, tls = self._config.grpc, self._config.tls
         context = ssl_context(tls, "h2") if tls is not None else None
-        handshake_s = self._config.limits.header_s if context is not None else None
         port = 0
         if config.socket is not None:
             try:
@@ -825,17 +826,21 @@ class Http2Transport:
             sockets = self._bind_host()
             port = int(sockets[0].getsockname()[1])
         for one in sockets:
-            self._servers.append(
-                await self.loop.create_server(
-                    lambda: GrpcConnection(self),
-                    sock=one,
-                    backlog=BACKLOG,
-                    ssl=context,
-                    ssl_handshake_timeout=handshake_s,
-                )
-            )
+            self._servers.append(await self._serve(one, context))
         self._sweeping = self.loop.create_task(self._sweep())
         return port
+
+    async def _serve(self, bound: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server | TlsListener:
+        """Accept connections of a bound socket."""
+        if context is None:
+            return await self.loop.create_server(lambda: GrpcConnection(self), sock=bound, backlog=BACKLOG)
+        bound.listen(BACKLOG)
+        return TlsListener(bound, context, self.header_s, lambda: GrpcConnection(self), self._has_room)
+
+    def _has_room(self) -> bool:
+        """Return whether a further TLS connection is admitted; handshakes count as connections."""
+        handshakes = sum(one.handshakes for one in self._servers if isinstance(one, TlsListener))
+        return len(self.connections) + handshakes < self.connections_max
 
     def _bind_host(self) -> list[socket.socket]:
         config = self._config.grpc

@@ -7,7 +7,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ import uvloop
 from tests.engine.serving.auth.certificates import Authority
 from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
 from weftline.engine.serving.auth.tls import PEM_BYTES_MAX, TlsFiles, server_credentials, ssl_context
-from weftline.engine.serving.config import GrpcConfig, ServeConfig, Tls
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServeLimits, Tls
 from weftline.engine.serving.grpc.grpcio_transport import GrpcioTransport
 from weftline.engine.serving.grpc.guard import Guard
 from weftline.engine.serving.grpc.http2_transport import Http2Transport
@@ -232,27 +232,33 @@ async def echo(data: bytes) -> bytes:
 def grpc_server(request: pytest.FixtureRequest) -> Serve:
     """Serve one method with TLS through each of the transports; returns the port."""
 
-    @contextmanager
-    def serve(tls: Tls) -> Iterator[int]:
-        kind, make_loop = request.param
-        loop, guard = make_loop(), cast(Guard, Admitting())
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+    kind, make_loop = request.param
+    return lambda tls: grpc_served(kind, make_loop, tls)
 
-        def run(work: Coroutine[Any, Any, T]) -> T:
-            return asyncio.run_coroutine_threadsafe(work, loop).result(20)
 
-        async def make() -> Any:
-            config = ServeConfig({}, GrpcConfig(port=0), tls=tls)
-            return kind(config, {"/test.Echo/Say": UnaryMethod(echo)}, guard)
+@contextmanager
+def grpc_served(
+    kind: type[Http2Transport] | type[GrpcioTransport],
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+    tls: Tls,
+    limits: ServeLimits | None = None,
+) -> Iterator[int]:
+    loop, guard = make_loop(), cast(Guard, Admitting())
+    threading.Thread(target=loop.run_forever, daemon=True).start()
 
-        transport = run(make())
-        try:
-            yield run(transport.listen())
-        finally:
-            run(transport.close(0))
-            loop.call_soon_threadsafe(loop.stop)
+    def run(work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
 
-    return serve
+    async def make() -> Any:
+        config = ServeConfig({}, GrpcConfig(port=0), tls=tls, limits=limits or ServeLimits())
+        return kind(config, {"/test.Echo/Say": UnaryMethod(echo)}, guard)
+
+    transport = run(make())
+    try:
+        yield run(transport.listen())
+    finally:
+        run(transport.close(0))
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def channel_to(port: int, authority: Authority, own: Pair | None = None) -> Any:
@@ -311,6 +317,32 @@ def test_grpc_mutual_tls_wants_a_certificate_of_the_authority(
         shutil.copy(made.two.file, tmp_path / "client_ca.pem")
         assert reached(port, made.one, made.stranger)
         assert not reached(port, made.one, made.client)
+
+
+def ended(raw: socket.socket) -> bool:
+    """Return whether the server has closed a connection, waiting for at most a second."""
+    raw.settimeout(1.0)
+    try:
+        return raw.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_grpc_connections_without_a_handshake_are_limited_and_end(
+    made: Made, tls: Tls, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    limits = ServeLimits(connections_max=2, header_s=3.0)
+    with grpc_served(Http2Transport, make_loop, tls, limits) as port, ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
+        assert not ended(silent[0])
+        third = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        assert ended(third)
+        assert not ended(silent[1])
+        assert all(any(ended(one) for _ in range(10)) for one in silent)
+        assert reached(port, made.one)
 
 
 # files
