@@ -17,7 +17,7 @@ SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-slow demo test test-slow test-versions lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-hostile bench-batch bench-device bench-peers simulate docs clean
+.PHONY: help setup setup-slow demo test test-slow test-versions lint format evaluate batch-example gpu-check gpu-wheels bench bench-quick bench-llm bench-ingress bench-hostile bench-batch bench-models bench-device bench-peers simulate docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -114,6 +114,9 @@ bench-llm: setup  ## the LLM engine beside its peers, about 15 minutes
 	$(RUN) -m benchmarks.llm_host
 	$(RUN) -m benchmarks.sampling
 	$(RUN) -m benchmarks.weights
+
+bench-models: setup  ## ViT and Whisper beside a loop by hand and a call per request, about 6 minutes
+	$(RUN) -m benchmarks.models
 
 bench-batch: setup  ## jobs over data sets beside loops written by hand, and beside live requests
 	$(RUN) -m benchmarks.batch --plot docs/images/batch-memory.svg

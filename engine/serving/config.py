@@ -187,8 +187,8 @@ class ServeLimits:
     """Most calls at a time of one connection."""
 
     connections_max: Annotated[int, _number(1, 1_000_000)] = 1024
-    """Most gRPC connections of a process at a time, TLS handshakes included; further ones are closed. Not enforced by the
-    transport grpcio."""
+    """Most gRPC connections of a process at a time, TLS handshakes included; further ones are closed. Not enforced by
+    the transport grpcio."""
 
     stream_requests_max: Annotated[int, _number(1, 1_000_000)] = 256
     """Most unanswered requests of one ModelStreamInfer call."""
