@@ -149,6 +149,10 @@ DEPTH_ESTIMATION = Kind(("ForDepthEstimation",), "measures depth in pictures", "
 SEMANTIC_SEGMENTATION = Kind(
     ("ForSemanticSegmentation",), "gives every pixel of a picture a class", "transformers", "image-segmentation"
 )
+OBJECT_SEGMENTATION = Kind(
+    ("Mask2FormerForUniversalSegmentation", "MaskFormerForInstanceSegmentation", "DetrForSegmentation"),
+    "marks the pixels of objects", "transformers", "image-segmentation",
+)  # fmt: skip
 PICTURES_AND_TEXTS = Kind(
     ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
 )
@@ -184,6 +188,7 @@ _KINDS = (
     OBJECT_DETECTION,
     DEPTH_ESTIMATION,
     SEMANTIC_SEGMENTATION,
+    OBJECT_SEGMENTATION,
     Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
     PICTURES_AND_TEXTS,
     NO_HEAD,  # last: other heads end so, too

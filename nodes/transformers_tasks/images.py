@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,11 @@ from weftline.nodes.hugging_face import (
     DEPTH_ESTIMATION,
     IMAGE_CLASSIFICATION,
     OBJECT_DETECTION,
+    OBJECT_SEGMENTATION,
     PICTURES_AND_TEXTS,
     SEMANTIC_SEGMENTATION,
     check_tokenizer,
+    kind_of,
 )
 from weftline.nodes.ports import Ports, port
 from weftline.nodes.transformers_tasks.task import (
@@ -29,6 +31,7 @@ from weftline.nodes.transformers_tasks.task import (
     check_hypothesis,
     check_labels,
     check_preprocessor,
+    check_threshold,
     check_top_k,
     label_outputs,
     label_ports,
@@ -36,6 +39,11 @@ from weftline.nodes.transformers_tasks.task import (
 
 THRESHOLD = 0.5
 """Default of option `threshold`, as in transformers."""
+
+SEGMENT_THRESHOLD, SEGMENT_OVERLAP = 0.9, 0.5
+"""Default of option `threshold` for segments, and least share of a mask that no other covers, as in transformers."""
+
+SUBTASKS = ("semantic", "instance", "panoptic")
 
 PHOTO = "This is a photo of {}."
 """Default of option `hypothesis`, as in transformers."""
@@ -45,7 +53,7 @@ class ImageTask(Task):
     """A task whose inputs are prepared by an image processor."""
 
     processor = "AutoImageProcessor"
-    post: ClassVar[str] = ""
+    post: str = ""
     """Method of the image processor that converts outputs; '' for none."""
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
@@ -135,8 +143,7 @@ class ObjectDetection(ImageTask):
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
-        if config.threshold is not None and not 0 <= config.threshold <= 1:
-            raise ConfigError("threshold", f"{config.threshold}", "from 0 to 1")
+        check_threshold(config)
         about = "boxes, classes and scores, most confident first"
         return Ports((port("image", "image", about="the picture"),), (port("detections", "detections", about=about),))
 
@@ -185,17 +192,23 @@ class DepthEstimation(ImageTask):
 
 
 class ImageSegmentation(ImageTask):
-    """The class of every pixel: semantic segmentation, which does not tell objects of one class apart."""
+    """Segments of a picture: regions of one class, or single objects."""
 
     name = "image-segmentation"
     auto_class = "AutoModelForSemanticSegmentation"
-    kinds = (SEMANTIC_SEGMENTATION,)
-    expected = "a model of semantic segmentation (...ForSemanticSegmentation)"
-    post = "post_process_semantic_segmentation"
+    kinds = (SEMANTIC_SEGMENTATION, OBJECT_SEGMENTATION)
+    expected = "a model of semantic segmentation (...ForSemanticSegmentation), Mask2Former, MaskFormer or DETR"
+    options = ("threshold", "subtask")
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
+        self.subtask = config.subtask or _subtasks(model.config)[0]
+        self.post = f"post_process_{self.subtask}_segmentation"
         super().__init__(config, model)
         self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def class_of(cls, found: Mapping[str, Any]) -> str:
+        return "AutoModelForUniversalSegmentation" if kind_of(found)[1] is OBJECT_SEGMENTATION else cls.auto_class
 
     @classmethod
     def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
@@ -203,36 +216,68 @@ class ImageSegmentation(ImageTask):
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        check_threshold(config)
+        known = SUBTASKS if found is None else _subtasks(found)
+        if config.subtask not in (None, *known):
+            raise ConfigError("subtask", f"{config.subtask!r:.40}", f"one that the model has: {', '.join(known)}")
+        if config.threshold is not None and (config.subtask or known[0]) == "semantic":
+            raise ConfigError("threshold", "classes of pixels have no scores", "no threshold", "leave it out")
         segments = (
-            "the classes of the picture: label, class (its number in the map), share (of all pixels); largest first"
+            "the segments, largest first: label, class, id (its number in the map), share (of all pixels), and score "
+            "where the segment is an object"
         )
         return Ports(
             (port("image", "image", about="the picture"),),
             (
-                port("map", "int32[H, W]", about="class of every pixel of the picture"),
+                port("map", "int32[H, W]", about="segment of every pixel: its class, or an object's id, 0 for none"),
                 port("segments", "json", about=segments),
             ),
         )
 
     def run(self, batch: Batch) -> Outputs:
-        maps: list[Any] = [None] * len(batch)
+        found: list[Any] = [None] * len(batch)
         for items, output in self.model.grouped(self._prepared_alone(batch["image"])):
             sizes = [tuple(batch["image"][item].shape[:2]) for item in items]
-            for item, one in zip(items, self._post(output, target_sizes=sizes), strict=True):
-                maps[item] = one.cpu().numpy().astype(np.int32)
-        return {"map": maps, "segments": [self._segments(one) for one in maps]}
+            for item, one in zip(items, self._segmented(output, sizes), strict=True):
+                found[item] = one
+        return {"map": [one for one, _ in found], "segments": [segments for _, segments in found]}
 
-    def _segments(self, classes: np.ndarray) -> list[dict[str, Any]]:
+    def _segmented(
+        self, output: Any, sizes: Sequence[tuple[int, ...]]
+    ) -> list[tuple[np.ndarray, list[dict[str, Any]]]]:
+        """Return the map and the segments of every picture, of `sizes` (height, width)."""
+        if self.subtask == "semantic":
+            maps = [one.cpu().numpy().astype(np.int32) for one in self._post(output, target_sizes=sizes)]
+            return [(classes, self._classes(classes)) for classes in maps]
+        threshold = SEGMENT_THRESHOLD if self.config.threshold is None else self.config.threshold
+        found = self._post(output, threshold=threshold, overlap_mask_area_threshold=SEGMENT_OVERLAP, target_sizes=sizes)
+        return [self._objects(one, size) for one, size in zip(found, sizes, strict=True)]
+
+    def _classes(self, classes: np.ndarray) -> list[dict[str, Any]]:
         found, counts = np.unique(classes, return_counts=True)
-        order = np.argsort(-counts, kind="stable")
-        return [
-            {
-                "label": self._labels[found[place]],
-                "class": int(found[place]),
-                "share": round(float(counts[place] / classes.size), 6),
-            }
-            for place in order
-        ]
+        segments = [self._segment(int(one), int(one), int(count), classes) for one, count in zip(found, counts)]
+        return sorted(segments, key=lambda segment: -segment["share"])
+
+    def _objects(self, found: Mapping[str, Any], size: tuple[int, ...]) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Return the map and the segments of transformers' answer for a picture, numbered from 1, largest first."""
+        marked, infos = found["segmentation"].cpu().numpy().reshape(size), found["segments_info"]
+        counts = [int((marked == info["id"]).sum()) for info in infos]
+        numbered, segments = np.zeros(size, np.int32), []
+        for id, place in enumerate(sorted(range(len(infos)), key=lambda place: -counts[place]), 1):
+            info = infos[place]
+            numbered[marked == info["id"]] = id
+            segment = self._segment(id, int(info["label_id"]), counts[place], marked)
+            segments.append({**segment, "score": round(float(info["score"]), 6)})
+        return numbered, segments
+
+    def _segment(self, id: int, label: int, pixels: int, marked: np.ndarray) -> dict[str, Any]:
+        share = round(pixels / marked.size, 6)
+        return {"label": self._labels[label], "class": label, "id": id, "share": share}
+
+
+def _subtasks(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the subtasks of a model of segmentation by its config.json, the usual one first."""
+    return ("panoptic", "instance", "semantic") if kind_of(found)[1] is OBJECT_SEGMENTATION else ("semantic",)
 
 
 class ZeroShotImageClassification(ImageTask):

@@ -23,6 +23,7 @@ from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.hugging_face import (
     Kind,
     check_kind,
+    fetch_folder,
     find_folder,
     find_weights,
     load_network,
@@ -67,7 +68,10 @@ class TransformersConfig:
                  {}.' for texts, 'This is a photo of {}.' for pictures.
     multi_label: zero-shot-classification: labels do not exclude each other, and each has a probability of its own;
                  default false.
-    threshold:   object-detection: minimum score of a detection; default 0.5.
+    threshold:   object-detection, image-segmentation of objects: minimum score; default 0.5 for detections, 0.9 for
+                 segments.
+    subtask:     image-segmentation: 'semantic' (the class of every pixel), 'instance' (objects) or 'panoptic' (objects,
+                 and regions such as the sky); default: panoptic where the model marks objects, otherwise semantic.
     prefix:      summarization, translation: text before every input, such as 'translate English to German: '; default:
                  the one for the task in config.json, or none.
     tokens_max:  summarization, translation: most tokens of a result; default 128.
@@ -82,6 +86,7 @@ class TransformersConfig:
     hypothesis: str | None = None
     multi_label: bool | None = None
     threshold: float | None = None
+    subtask: str | None = None
     prefix: str | None = None
     tokens_max: int | None = None
 
@@ -95,7 +100,7 @@ class Model:
 
     def __init__(self, task: type[Task], config: TransformersConfig, context: OpenContext) -> None:
         self.shown, self.device, self._precision = config.model, context.framework_device, config.precision
-        self.network = load_network(task.auto_class, config.model, context, task.unused)
+        self.network = load_network(_find_class(task, config.model, context), config.model, context, task.unused)
         self._method = task.method
         round_weights(self.network, config.precision)
         self.config: dict[str, Any] = self.network.config.to_dict()
@@ -161,6 +166,11 @@ class Task(ABC):
         self.check_config(model.config, model.shown)
 
     @classmethod
+    def class_of(cls, found: Mapping[str, Any]) -> str:
+        """Return the class of transformers that loads the network with this config.json."""
+        return cls.auto_class
+
+    @classmethod
     @abstractmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
         """Return the ports. found: config.json; None while it is not on this machine. ConfigError: a wrong option."""
@@ -198,7 +208,7 @@ def check_model(task: type[Task], model: str, base_dir: Path) -> dict[str, Any] 
     task.check_config(found, model)
     _check_backbone(found, model)
     if find_model(model, base_dir) is not None:  # missing files of a hub model are downloaded when the node opens
-        find_weights(folder, model, task.auto_class)
+        find_weights(folder, model, task.class_of(found))
         task.check_files(folder, model)
     return found
 
@@ -233,6 +243,12 @@ def check_top_k(config: TransformersConfig) -> None:
         raise ConfigError("top_k", f"{config.top_k}", "a count from 1")
 
 
+def check_threshold(config: TransformersConfig) -> None:
+    """Raise ConfigError unless option `threshold` is a probability."""
+    if config.threshold is not None and not 0 <= config.threshold <= 1:
+        raise ConfigError("threshold", f"{config.threshold}", "from 0 to 1")
+
+
 def check_labels(labels: Sequence[str]) -> None:
     """Raise ConfigError unless option `labels` lists candidate labels."""
     if not 1 <= len(labels) <= LABELS_MAX or not all(labels):
@@ -258,6 +274,12 @@ def label_outputs(labels: Sequence[str], rows: np.ndarray, count: int | None) ->
     """Return the values of `label_ports` for float32 [items, labels] `rows`: `count` labels, or TOP_K."""
     scores = [ranked(labels, row, count or TOP_K) for row in rows]
     return {"label": [found[0]["label"] for found in scores], "scores": scores}
+
+
+def _find_class(task: type[Task], model: str, context: OpenContext) -> str:
+    """Return the class of transformers that loads a model; a hub model's config.json is downloaded."""
+    folder = fetch_folder(model, context.base_dir, ())
+    return task.auto_class if folder is None else task.class_of(read_config(folder, model))
 
 
 def _load_processor(auto_class: str, model: str, context: OpenContext) -> Any:

@@ -116,18 +116,21 @@ def save_vit(folder: Path, **options: Any) -> Path:
     return save(transformers.ViTForImageClassification(config), folder, processor)
 
 
-def save_detr(folder: Path, **options: Any) -> Path:
+def save_detr(folder: Path, kind: str = "DetrForObjectDetection", **options: Any) -> Path:
     """Save a DETR whose processor keeps the proportions of a picture, so that sizes differ within a batch."""
+    detector = kind == "DetrForObjectDetection"
+    width, heads = (16, 2) if detector else (64, 8)  # the least that its mask head accepts
     backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1], out_features=["stage4"]
-    )
+        embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1],
+        out_features=["stage4"] if detector else ["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
     config = transformers.DetrConfig(
-        use_timm_backbone=False, backbone_config=backbone, num_queries=6, d_model=16, encoder_layers=1,
-        encoder_ffn_dim=16, encoder_attention_heads=2, decoder_layers=1, decoder_ffn_dim=16, decoder_attention_heads=2,
-        **options,
+        use_timm_backbone=False, backbone_config=backbone, num_queries=6, d_model=width, encoder_layers=1,
+        encoder_ffn_dim=16, encoder_attention_heads=heads, decoder_layers=1, decoder_ffn_dim=16,
+        decoder_attention_heads=heads, **options,
     )  # fmt: skip
     processor = transformers.DetrImageProcessor(size={"shortest_edge": 64, "longest_edge": 128})
-    return save(transformers.DetrForObjectDetection(config), folder, processor)
+    return save(getattr(transformers, kind)(config), folder, processor)
 
 
 def save_rt_detr(folder: Path, **options: Any) -> Path:
@@ -175,6 +178,35 @@ def save_segformer(folder: Path, **options: Any) -> Path:
     )  # fmt: skip
     processor = transformers.SegformerImageProcessor(size={"height": SIDE, "width": SIDE})
     return save(transformers.SegformerForSemanticSegmentation(config), folder, processor)
+
+
+def _swin() -> Any:
+    """Return a backbone whose four stages halve a picture."""
+    return transformers.SwinConfig(
+        image_size=2 * SIDE, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+
+
+def save_mask2former(folder: Path, **options: Any) -> Path:
+    config = transformers.Mask2FormerConfig(
+        backbone_config=_swin(), feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=16,
+        encoder_layers=1, decoder_layers=2, num_attention_heads=2, dim_feedforward=16, num_queries=8, **options,
+    )  # fmt: skip
+    processor = transformers.Mask2FormerImageProcessor(size={"height": 2 * SIDE, "width": 2 * SIDE})
+    return save(transformers.Mask2FormerForUniversalSegmentation(config), folder, processor)
+
+
+def save_maskformer(folder: Path, **options: Any) -> Path:
+    decoder = transformers.DetrConfig(
+        num_queries=8, d_model=32, encoder_layers=1, encoder_ffn_dim=16, encoder_attention_heads=2, decoder_layers=1,
+        decoder_ffn_dim=16, decoder_attention_heads=2,
+    )  # fmt: skip
+    config = transformers.MaskFormerConfig(
+        backbone_config=_swin(), decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, **options
+    )
+    processor = transformers.MaskFormerImageProcessor(size={"height": 2 * SIDE, "width": 2 * SIDE})
+    return save(transformers.MaskFormerForInstanceSegmentation(config), folder, processor)
 
 
 def save_clip(folder: Path) -> Path:

@@ -151,12 +151,64 @@ def test_a_processor_without_the_tasks_conversion_is_refused(tmp_path: Path) -> 
         opened(tmp_path, "image-segmentation")
 
 
-def test_a_model_that_marks_single_objects_is_refused(tmp_path: Path) -> None:
+OBJECT_MODELS: dict[str, Callable[..., Path]] = {
+    "mask2former": random_models.save_mask2former,
+    "maskformer": random_models.save_maskformer,
+    "detr": lambda folder, **options: random_models.save_detr(folder, "DetrForSegmentation", **options),
+}
+
+
+@pytest.mark.parametrize("subtask", ["panoptic", "instance"])
+@pytest.mark.parametrize("kind", OBJECT_MODELS)
+def test_segments_of_objects_are_those_of_the_pipeline(tmp_path: Path, kind: str, subtask: str) -> None:
+    OBJECT_MODELS[kind](tmp_path / "m", **COLOURS)
+    pictures, threshold = random_models.pictures(), 0.35
+    node = opened(
+        tmp_path, "image-segmentation", threshold=threshold, subtask=subtask if subtask == "instance" else None
+    )
+    own = pipeline(tmp_path, "image-segmentation")
+    whole, seen = node.run(Batch({"image": pictures})), 0
+    for place, picture in enumerate(pictures):
+        wanted = own(Image.fromarray(picture), subtask=subtask, threshold=threshold)
+        masks = sorted((np.asarray(one["mask"]) == 255 for one in wanted), key=lambda mask: -mask.sum())
+        seen += len(wanted)
+        alone = node.run(Batch({"image": [picture]}))
+        for found, segments in (
+            (whole["map"][place], whole["segments"][place]),
+            (alone["map"][0], alone["segments"][0]),
+        ):
+            assert found.shape == picture.shape[:2] and found.dtype == np.int32
+            assert [one["id"] for one in segments] == list(range(1, len(wanted) + 1))
+            assert sorted(one["label"] for one in segments) == sorted(one["label"] for one in wanted)
+            assert sorted(one["score"] for one in segments) == pytest.approx(
+                sorted(float(one["score"]) for one in wanted), abs=1e-4
+            )
+            for one, mask in zip(segments, masks, strict=True):
+                assert one["share"] == pytest.approx(mask.mean(), abs=1e-6)
+                assert any(np.array_equal(found == one["id"], other) for other in masks)
+    assert seen > 1
+
+
+def test_an_object_model_marks_the_class_of_every_pixel_too(tmp_path: Path) -> None:
+    random_models.save_mask2former(tmp_path / "m", **COLOURS)
+    node = opened(tmp_path, "image-segmentation", subtask="semantic")
+    own = pipeline(tmp_path, "image-segmentation")
+    (picture,) = random_models.pictures()[:1]
+    found = node.run(Batch({"image": [picture]}))
+    for one in own(Image.fromarray(picture), subtask="semantic"):
+        number = next(segment["id"] for segment in found["segments"][0] if segment["label"] == one["label"])
+        np.testing.assert_array_equal(found["map"][0] == number, np.asarray(one["mask"]) == 255)
+
+
+def test_subtasks_that_a_model_lacks_are_refused(tmp_path: Path) -> None:
     folder = random_models.save_segformer(tmp_path / "m", **COLOURS)
+    error = refused(tmp_path, "image-segmentation", subtask="panoptic")
+    assert error.option == "subtask" and error.expected == "one that the model has: semantic"
+    assert refused(tmp_path, "image-segmentation", threshold=0.5).option == "threshold"
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["DetrForSegmentation"]}))
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OneFormerForUniversalSegmentation"]}))
     error = refused(tmp_path, "image-segmentation")
-    assert "marks the pixels of objects" in error.found and "ForSemanticSegmentation" in error.expected
+    assert "marks the pixels of objects" in error.found and "Mask2Former" in error.expected
     assert "`task: image-segmentation`" not in error.fix
 
 
