@@ -167,6 +167,7 @@ AUDIO_CLASSIFICATION = Kind(
     "transformers", "audio-classification",
 )  # fmt: skip
 CTC = Kind(("ForCTC",), "transcribes recordings", "transformers", "automatic-speech-recognition")
+SPEECH = Kind(("VitsModel",), "speaks texts", "transformers", "text-to-speech")
 TEXT_TO_TEXT = Kind(("T5ForConditionalGeneration",), "turns a text into another", "transformers", "summarization")
 _KINDS = (
     AUDIO_CLASSIFICATION,  # before those whose heads end the same
@@ -191,6 +192,7 @@ _KINDS = (
     OBJECT_SEGMENTATION,
     Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
     PICTURES_AND_TEXTS,
+    SPEECH,
     NO_HEAD,  # last: other heads end so, too
 )
 OWN_NODE = "run it in a node of your own, `node: file.py:Class`"

@@ -18,6 +18,7 @@ from weftline.nodes.transformers_tasks.images import (
 )
 from weftline.nodes.transformers_tasks.recordings import AudioClassification, SpeechRecognition
 from weftline.nodes.transformers_tasks.seq2seq import Summarization, Translation
+from weftline.nodes.transformers_tasks.speech import TextToSpeech
 from weftline.nodes.transformers_tasks.task import Model, Task, TransformersConfig, check_model
 from weftline.nodes.transformers_tasks.texts import QuestionAnswering, TokenClassification, ZeroShotClassification
 
@@ -26,7 +27,7 @@ TASKS: Mapping[str, type[Task]] = {
     for task in (
         ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification, ObjectDetection,
         DepthEstimation, ZeroShotImageClassification, AudioClassification, SpeechRecognition,
-        ImageSegmentation, Summarization, Translation,
+        ImageSegmentation, Summarization, Translation, TextToSpeech,
     )
 }  # fmt: skip
 """The tasks by name."""

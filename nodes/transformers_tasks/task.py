@@ -55,7 +55,8 @@ class TransformersConfig:
 
     task:        one of transformers' tasks: image-classification, token-classification, question-answering,
                  zero-shot-classification, object-detection, depth-estimation, zero-shot-image-classification,
-                 audio-classification, automatic-speech-recognition, image-segmentation, summarization or translation.
+                 audio-classification, automatic-speech-recognition, image-segmentation, summarization, translation
+                 or text-to-speech.
                  Each needs a model that was made for it; config.json names its class.
     model:       a model of transformers as a folder or hub name: safetensors only, no code from the model.
     precision:   number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
@@ -75,6 +76,9 @@ class TransformersConfig:
     prefix:      summarization, translation: text before every input, such as 'translate English to German: '; default:
                  the one for the task in config.json, or none.
     tokens_max:  summarization, translation: most tokens of a result; default 128.
+    speed:       text-to-speech: multiplies the model's speed, from 0.25 to 4; default 1.
+    speaker:     text-to-speech: number of the speaker, where the model has several.
+    seed:        text-to-speech: selects the random variation of a voice; default 0.
     """
 
     task: str
@@ -89,6 +93,9 @@ class TransformersConfig:
     subtask: str | None = None
     prefix: str | None = None
     tokens_max: int | None = None
+    speed: float | None = None
+    speaker: int | None = None
+    seed: int | None = None
 
 
 class Model:

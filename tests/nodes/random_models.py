@@ -252,6 +252,26 @@ def save_wav2vec2(kind: str, folder: Path, norm: str, **options: Any) -> Path:
     return save(transformers.Wav2Vec2ForCTC(config), folder, extractor, tokenizer)
 
 
+def save_vits(folder: Path, speakers: int = 1, rate_hz: int = 16_000, **tokenizer: Any) -> Path:
+    """Save a VITS model that reads a few letters, as MMS does, and gives 16 samples for a frame."""
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = ["<pad>", " ", *"abcdefghilnorstuwy", "<unk>"]
+    (folder / "vocab.json").write_text(json.dumps({letter: place for place, letter in enumerate(letters)}))
+    config = transformers.VitsConfig(
+        vocab_size=len(letters), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, flow_size=16,
+        spectrogram_bins=9, duration_predictor_filter_channels=16, prior_encoder_num_flows=2,
+        prior_encoder_num_wavenet_layers=1, posterior_encoder_num_wavenet_layers=1, upsample_initial_channel=16,
+        upsample_rates=[4, 4], upsample_kernel_sizes=[8, 8], resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1, 3]], sampling_rate=rate_hz, num_speakers=speakers,
+        speaker_embedding_size=8 if speakers > 1 else 0,
+    )  # fmt: skip
+    transformers.VitsModel(config).save_pretrained(folder)
+    options = {"phonemize": False, **tokenizer}
+    transformers.VitsTokenizer(folder / "vocab.json", **options).save_pretrained(folder)
+    return folder
+
+
 def recordings() -> list[np.ndarray]:
     """Return recordings float32[samples] of different lengths, two of them of one length."""
     rng = np.random.default_rng(0)

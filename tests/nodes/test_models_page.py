@@ -36,6 +36,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "segformer": lambda folder: random_models.save_segformer(folder, **names("sky", "sea")),
     "mask2former": lambda folder: random_models.save_mask2former(folder, **names("cat", "dog")),
     "t5": random_models.save_t5,
+    "vits": random_models.save_vits,
 }
 INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
 
