@@ -59,6 +59,7 @@ _HTTP = {
     "POST /v1/completions": INFER,
     "POST /v1/embeddings": INFER,
     "POST /v1/rerank": INFER,
+    "POST /v1/audio/speech": INFER,
     "POST /v1/audio/transcriptions": INFER,
     "GET /v2": READ,
     "GET /v2/models/stats": READ,

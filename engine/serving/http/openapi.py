@@ -79,6 +79,13 @@ _RERANK = {
     "top_n": {"type": "integer", "minimum": 1},
     "return_documents": {"type": "boolean"},
 }
+_SPEECH = {
+    "model": _MODEL,
+    "input": {"type": "string", "minLength": 1, "maxLength": 4096},
+    "voice": {"type": "string"},
+    "response_format": {"enum": ["mp3", "opus", "flac", "wav", "pcm"]},
+    "speed": {"type": "number", "minimum": 0.25, "maximum": 4},
+}
 _TRANSCRIPTION = {
     "model": _MODEL,
     "file": {"type": "string", "format": "binary"},
@@ -140,6 +147,7 @@ _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/v1/completions": ("Complete a text.", _COMPLETION, ("model", "prompt")),
     "/v1/embeddings": ("Embed texts.", _EMBEDDING, ("model", "input")),
     "/v1/rerank": ("Score documents against a query.", _RERANK, ("model", "query", "documents")),
+    "/v1/audio/speech": ("Speak a text.", _SPEECH, ("model", "input")),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
     "/v2/repository/models/{model}/unload": ("Unload a pipeline.", {"parameters": {"type": "object"}}, ()),

@@ -22,7 +22,15 @@ from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
-from weftline.engine.serving.openai.endpoints import Chat, Completions, Embeddings, OpenAiModels, Rerank, Transcriptions
+from weftline.engine.serving.openai.endpoints import (
+    Chat,
+    Completions,
+    Embeddings,
+    OpenAiModels,
+    Rerank,
+    Speech,
+    Transcriptions,
+)
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -48,6 +56,7 @@ def _openai(context: HttpContext) -> list[Route]:
         _post("/v1/completions", Completions(context).create),
         _post("/v1/embeddings", Embeddings(context).create),
         _post("/v1/rerank", Rerank(context).create),
+        _post("/v1/audio/speech", Speech(context).create),
         _post("/v1/audio/transcriptions", Transcriptions(context).create),
         _get("/v1/models", models.list),
         _get("/v1/models/{model}", models.get),

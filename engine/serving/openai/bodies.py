@@ -281,6 +281,19 @@ class RerankBody(OpenAiBody):
         return fields
 
 
+class SpeechBody(OpenAiBody):
+    """Body of /v1/audio/speech. Its `voice` counts where the model has an input `voice`."""
+
+    input: str = Field(strict=True, min_length=1, max_length=4096, description="a text of 1 to 4096 characters")
+    voice: str | None = Field(None, strict=True, description="a text")
+    response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = Field(
+        "mp3", description="mp3, opus, flac, wav or pcm"
+    )
+    speed: float = Field(1.0, strict=True, ge=0.25, le=4, description="a number from 0.25 to 4")
+    stream_format: Literal["audio"] | None = Field(None, description="audio; the recording is sent whole")
+    instructions: Literal[""] | None = Field(None, description="nothing: not supported by this server; leave it out")
+
+
 class TranscriptionBody(OpenAiBody):
     """Form of /v1/audio/transcriptions, besides its file."""
 

@@ -1,10 +1,11 @@
-"""Handlers of the OpenAI routes: chat, completions, embeddings, transcriptions, the list of models; and of rerank.
+"""Handlers of the OpenAI routes: chat, completions, embeddings, audio, the list of models; and of rerank.
 
 `docs/guides/openai.md` lists what each field does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import secrets
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 from starlette.datastructures import FormData
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
@@ -32,6 +34,7 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     GenerationBody,
     RerankBody,
+    SpeechBody,
     TranscriptionBody,
     answers_output,
 )
@@ -39,14 +42,16 @@ from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
     RerankPorts,
-    SpeechPorts,
+    TranscriptionPorts,
     chat_ports,
     completion_ports,
     embedding_ports,
     rerank_ports,
     speech_ports,
+    transcription_ports,
     vector_length,
 )
+from weftline.engine.serving.openai.recordings import MEDIA_TYPES, encode_recording
 from weftline.engine.serving.openai.responses import (
     AnswerHeader,
     ChatFormat,
@@ -304,7 +309,7 @@ class Transcriptions(Endpoint):
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
         body = TranscriptionBody.parse({name: text_field(form, name) for name in TRANSCRIPTION_FIELDS})
-        ports = speech_ports(self._context.authorised_info(request, body.model))
+        ports = transcription_ports(self._context.authorised_info(request, body.model))
         inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
         _check_lists(form)
         ask = ask_for(request, body.model, inputs, [ports.output])
@@ -315,7 +320,7 @@ class Transcriptions(Endpoint):
         return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
 
 
-def _hints(body: TranscriptionBody, ports: SpeechPorts) -> dict[str, Any]:
+def _hints(body: TranscriptionBody, ports: TranscriptionPorts) -> dict[str, Any]:
     """Return the inputs for language and prompt; HttpError when the model has no such input."""
     inputs = {}
     for field, value, port in (("language", body.language, ports.language), ("prompt", body.prompt, ports.prompt)):
@@ -342,6 +347,26 @@ async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[b
         yield event({"type": "transcript.text.delta", "delta": rest})
     yield event({"type": "transcript.text.done", "text": whole})
     yield DONE
+
+
+class Speech(Endpoint):
+    """POST /v1/audio/speech."""
+
+    async def create(self, request: Request) -> ASGIApp:
+        body = SpeechBody.parse(await self._object(request))
+        ports = speech_ports(self._context.authorised_info(request, body.model))
+        inputs: dict[str, Any] = {ports.text: body.input}
+        if ports.voice is not None and body.voice is not None:
+            inputs[ports.voice] = body.voice
+        if ports.speed is not None:
+            inputs[ports.speed] = body.speed
+        elif body.speed != 1:
+            raise unsupported("speed", "the model has no input `speed: json`; its operator sets it, leave it out")
+        [outputs] = await self._outputs_of(request, [ask_for(request, body.model, inputs, [ports.output])])
+        samples = outputs.get(ports.output)
+        samples = np.zeros(0, np.float32) if samples is None else samples
+        content = await asyncio.to_thread(encode_recording, samples, body.response_format)
+        return Response(content, media_type=MEDIA_TYPES[body.response_format])
 
 
 class OpenAiModels(Endpoint):

@@ -5,11 +5,12 @@
     embeddings     a text input, and an output that is one float vector
     rerank         a text input `query`, a list of texts, and an output that is one float vector
     transcription  an audio input and a text output
+    speech         a text input and an audio output; inputs `speed` (json) and `voice` (text) are optional
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
-`transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter` and `language` (text) have their
-own meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared. Every
-other input must be one that may be left out.
+`transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter`, `language` and `voice` (text)
+have their own meaning; images and audio of a conversation go to the image and audio inputs in the order they are
+declared. Every other input must be one that may be left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 
-OWN_MEANING = ("adapter", "tenant", "language")
+OWN_MEANING = ("adapter", "tenant", "language", "voice")
 """Text inputs that are never what the user says."""
 
 
@@ -69,13 +70,23 @@ class RerankPorts:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeechPorts:
+class TranscriptionPorts:
     """Ports of a model that turns recordings into text."""
 
     audio: str
     output: str
     language: str | None
     prompt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechPorts:
+    """Ports of a model that turns texts into recordings."""
+
+    text: str
+    output: str
+    speed: str | None
+    voice: str | None
 
 
 def chat_ports(info: ModelInfo) -> ChatPorts:
@@ -132,7 +143,7 @@ def rerank_ports(info: ModelInfo) -> RerankPorts:
     return RerankPorts(query, lists[0], output, tenant, _output(info, "usage", "json"))
 
 
-def speech_ports(info: ModelInfo) -> SpeechPorts:
+def transcription_ports(info: ModelInfo) -> TranscriptionPorts:
     """Return the ports for a recording; HttpError if the model cannot transcribe."""
     task = "transcribe"
     audio = [one.name for one in info.inputs if one.type == "audio"]
@@ -140,7 +151,18 @@ def speech_ports(info: ModelInfo) -> SpeechPorts:
         raise _cannot(info, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
     language, prompt = _input(info, "language", "text"), _input(info, "prompt", "text")
     _check_rest(info, task, {audio[0], language, prompt})
-    return SpeechPorts(audio[0], _text_output(info, task, ("text", "transcript", "answer")), language, prompt)
+    return TranscriptionPorts(audio[0], _text_output(info, task, ("text", "transcript", "answer")), language, prompt)
+
+
+def speech_ports(info: ModelInfo) -> SpeechPorts:
+    """Return the ports for a text to speak; HttpError if the model cannot speak."""
+    task = "speak"
+    text, audio = _text_input(info), [one.name for one in info.outputs if one.type == "audio"]
+    if text is None or len(audio) != 1:
+        raise _cannot(info, task, "it needs one text input and one audio output")
+    speed, voice = _input(info, "speed", "json"), _input(info, "voice", "text")
+    _check_rest(info, task, {text, speed, voice})
+    return SpeechPorts(text, audio[0], speed, voice)
 
 
 def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:

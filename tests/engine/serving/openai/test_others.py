@@ -1,6 +1,7 @@
 """Completions, embeddings, transcriptions (with the stock `openai` client) and rerank; the models are functions."""
 
 import asyncio
+import io
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import soundfile
 
 from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
@@ -42,6 +44,7 @@ def ranks(ask: Ask) -> dict[str, Any]:
     return {"scores": np.array(short, np.float32), "usage": {"prompt_tokens": 7}}
 
 
+SPOKEN = np.sin(np.arange(8000, dtype=np.float32) / 9)
 RANK_INPUTS = {"query": "text", "passages": "list[text]"}
 MODELS = {
     "text": chatting(echoes, "text"),
@@ -49,6 +52,11 @@ MODELS = {
     "any-length": (info("any-length", {"text": "text"}, {"embedding": "float32[D]"}), embeds),
     "rank": (info("rank", RANK_INPUTS | {"tenant": "text?"}, {"scores": "float32[N]", "usage": "json"}), ranks),
     "no-rank": (info("no-rank", RANK_INPUTS, {"scores": "float32[N]?"}), lambda ask: {"scores": None}),
+    "voice": (
+        info("voice", {"text": "text", "speed": "json?"}, {"audio": "audio"}),
+        lambda ask: {"audio": SPOKEN / ask.inputs.get("speed", 1)},
+    ),
+    "plain-voice": (info("plain-voice", {"text": "text"}, {"audio": "audio"}), lambda ask: {"audio": SPOKEN}),
     "ears": (
         info("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
         lambda ask: {"text": f"{len(ask.inputs['speech'])} bytes of {ask.inputs.get('language', 'speech')}"},
@@ -232,6 +240,42 @@ def test_rerank_refuses_by_name(endpoint: Hosted, body: dict[str, Any], param: s
 def test_an_unknown_model_has_no_ranking(endpoint: Hosted) -> None:
     response = rerank(endpoint, model="unknown")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("format", "media_type", "error"),
+    [("wav", "audio/wav", 1e-4), ("flac", "audio/flac", 1e-4), ("mp3", "audio/mpeg", 0.1), ("opus", "audio/ogg", 0.2)],
+)
+def test_a_text_is_spoken(client: openai.OpenAI, format: Any, media_type: str, error: float) -> None:
+    response = client.audio.speech.create(model="voice", voice="-", input="a", response_format=format, speed=2.0)
+    assert response.response.headers["content-type"] == media_type
+    samples, rate = soundfile.read(io.BytesIO(response.content), dtype="float32")
+    assert rate == 16_000 and np.abs(samples[1000:7000] - SPOKEN[1000:7000] / 2).max() < error
+
+
+def test_raw_samples_have_the_rate_of_openai(client: openai.OpenAI) -> None:
+    response = client.audio.speech.create(model="plain-voice", voice="-", input="a", response_format="pcm")
+    samples = np.frombuffer(response.content, "<i2") / 32767
+    assert len(samples) == 12_000 and np.abs(samples[::3][10:-10] - SPOKEN[::2][10:-10]).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"speed": 2.0}, "speed"),
+        ({"speed": 9.0}, "speed"),
+        ({"response_format": "aac"}, "response_format"),
+        ({"instructions": "sing"}, "instructions"),
+        ({"stream_format": "sse"}, "stream_format"),
+        ({"input": ""}, "input"),
+        ({"input": "a" * 4097}, "input"),
+        ({"model": "text"}, "model"),
+    ],
+)
+def test_speech_refuses_by_name(endpoint: Hosted, fields: dict[str, Any], param: str) -> None:
+    body = {"model": "plain-voice", "input": "a", "voice": "-"} | fields
+    response = httpx.post(f"{endpoint.url}/v1/audio/speech", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_recording_is_transcribed(client: openai.OpenAI) -> None:

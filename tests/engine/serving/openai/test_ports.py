@@ -8,6 +8,7 @@ from weftline.engine.serving.openai.ports import (
     embedding_ports,
     rerank_ports,
     speech_ports,
+    transcription_ports,
     vector_length,
 )
 
@@ -95,8 +96,21 @@ def test_completions_want_a_prompt_and_not_messages_alone() -> None:
 
 
 def test_transcription_wants_one_audio_input() -> None:
-    ports = speech_ports(info("m", {"speech": "audio", "language": "text?"}, {"transcript": "text", "words": "text"}))
+    ports = transcription_ports(
+        info("m", {"speech": "audio", "language": "text?"}, {"transcript": "text", "words": "text"})
+    )
     assert (ports.audio, ports.output, ports.language, ports.prompt) == ("speech", "transcript", "language", None)
     for inputs in ({"text": "text"}, {"a": "audio", "b": "audio"}):
         with pytest.raises(HttpError, match="one is needed"):
-            speech_ports(info("m", inputs, {"text": "text"}))
+            transcription_ports(info("m", inputs, {"text": "text"}))
+
+
+def test_speech_wants_a_text_and_one_recording() -> None:
+    inputs = {"words": "text", "voice": "text?", "speed": "json?"}
+    ports = speech_ports(info("m", inputs, {"sound": "audio", "usage": "json"}))
+    assert (ports.text, ports.output, ports.speed, ports.voice) == ("words", "sound", "speed", "voice")
+    for outputs in ({"text": "text"}, {"one": "audio", "two": "audio"}):
+        with pytest.raises(HttpError, match="cannot speak"):
+            speech_ports(info("m", inputs, outputs))
+    with pytest.raises(HttpError, match="photo"):
+        speech_ports(info("m", {"words": "text", "photo": "image"}, {"sound": "audio"}))
