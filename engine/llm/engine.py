@@ -118,6 +118,7 @@ class Engine:
         if options.deadline_ms is not None:
             self._timed.add(id)
         self.runner.hold_adapter(options.adapter)
+        self.runner.hold_images(id, options.salt, options.images)
         for sequence in sequences:
             text = self.tokens.stream(params.stop, not params.skip_special_tokens) if self.tokens is not None else None
             echo = self.tokens.decode(prompt) if self.tokens is not None and params.echo else ""
@@ -421,3 +422,4 @@ class Engine:
             self._paused.discard(request.id)
             self._timed.discard(request.id)
             self.runner.release_adapter(request.adapter)
+            self.runner.release_images(request.id, sequence.images)

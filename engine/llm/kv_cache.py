@@ -25,6 +25,9 @@ the operator's pages only, so timing reveals nothing about another caller's prom
 
     key(0) = H(H(salt) + tokens 0..15)    key(1) = H(key(0) + tokens 16..31)    ...
     of the first page after the `shared` tokens, k:    key(k) = H(H(key(k - 1) + H(own salt)) + tokens)
+
+The tokens of two pictures are the same placeholders, so the key of a page with a picture's features contains the hash
+of the picture as well.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weftline.engine.llm.retention import USUAL, IdlePages, PagePriority, page_priority
+from weftline.engine.llm.vision.prompt import page_key
 
 if TYPE_CHECKING:
     from weftline.engine.llm.sequence import Sequence
@@ -338,7 +342,8 @@ class PrefixCache:
             if sequence.own_salt and len(sequence.hashes) == sequence.shared // self.pool.page_tokens:
                 before = hashlib.sha256(before + hashlib.sha256(sequence.own_salt).digest()).digest()
             tokens = array("q", sequence.tokens[at : at + self.pool.page_tokens])
-            sequence.hashes.append(hashlib.sha256(before + tokens.tobytes()).digest())
+            pictures = page_key(sequence.images, at, at + self.pool.page_tokens) if sequence.images else b""
+            sequence.hashes.append(hashlib.sha256(before + tokens.tobytes() + pictures).digest())
         return sequence.hashes[index]
 
     def _on_evicted(self, page: int) -> None:

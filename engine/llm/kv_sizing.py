@@ -130,6 +130,8 @@ def compute_largest(runner: Runner, limits: RoundLimits) -> None:
         if not is_out_of_memory(error):
             raise
         _log.warning("no memory for a round of %d tokens: rounds will be smaller", limits.tokens_max)
+    if runner.vision is not None:
+        runner.vision.compute_largest(runner.context_max)
 
 
 def _dummy_sequence(runner: Runner, order: int, tokens: int) -> SequenceState:

@@ -25,6 +25,7 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import FIX, check_kind
 from weftline.engine.llm.fusion.fuse import FusionReport, find_stack, fuse
 from weftline.engine.llm.quantised import Quantiser, find_method, plan_weights
+from weftline.engine.llm.vision.families import FAMILIES
 from weftline.errors import ModelError, first_line
 from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
 
@@ -216,6 +217,10 @@ def load_model(
         fix = "" if Path(source).is_dir() else hub_fix(str(source))
         raise ModelError(f"model {shown}: its config cannot be read: {reason}{fix}") from None
     check_kind(config, shown)
+    attend: Any = attention.NAME
+    if config.model_type in FAMILIES:
+        kind, attend = "AutoModelForImageTextToText", {"text_config": attention.NAME, "vision_config": "sdpa"}
+        options = replace(options, fuse=False, graphs=False)  # both are made for one-dimensional positions of tokens
     progress("reading weights", 0.2)
     plan = plan_weights(options.weights, options.dtype, options.device, config, shown)
     dtype = getattr(torch, plan.dtype) if plan.dtype else _dtype(options, config)
@@ -232,7 +237,7 @@ def load_model(
                     source,
                     config=config,
                     dtype=dtype,
-                    attn_implementation=attention.NAME,
+                    attn_implementation=attend,
                     trust_remote_code=False,
                     use_safetensors=True,
                     output_loading_info=True,

@@ -18,6 +18,9 @@ from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.vision.families import check_family, family_of
+from weftline.engine.llm.vision.messages import refuse_images
+from weftline.engine.llm.vision.ports import IMAGE_TEXT_CLASS, check_draft, image_notes, image_ports
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,
@@ -49,6 +52,8 @@ from weftline.shm.device.names import torch_device
 if TYPE_CHECKING:
     from weftline.engine.llm.engine import Engine
     from weftline.engine.llm.tokens import Tokens
+    from weftline.engine.llm.vision.prompt import PromptImage
+    from weftline.engine.llm.vision.reader import ImageReader
 
 _TASK_KINDS = {
     "generate": ((LANGUAGE_MODEL, GENERATION), "a language model (...ForCausalLM)"),
@@ -85,6 +90,7 @@ class Llm(StreamNode):
         super().__init__(config)
         self._engine: Engine | None = None
         self._tokens: Tokens | None = None
+        self._images: ImageReader | None = None
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
         self._refused: list[Piece] = []
@@ -99,11 +105,13 @@ class Llm(StreamNode):
         check_options(config)
         found = _checked_model(config.model, config.task, step.base_dir, "model")
         if config.draft_model:
-            _checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
+            draft = _checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
+            check_draft(draft, config.draft_model)
         if config.task != "generate":
             return _head_ports(config, found)
         return Ports(
             inputs=(
+                *image_ports(config, found, step),
                 port("prompt", "text", optional=True, about="user message; either this or messages"),
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
                 port("tools", "json", optional=True, about="tool definitions, as the chat template expects them"),
@@ -126,7 +134,7 @@ class Llm(StreamNode):
         for limits in dict.fromkeys(round_limits(config, one) for one in step.devices if torch_device(one) != "cpu"):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
             found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
-        return found
+        return [*found, *image_notes(config, step.base_dir)]
 
     def open(self, context: OpenContext) -> None:
         self._progress = context.progress
@@ -134,7 +142,7 @@ class Llm(StreamNode):
             from weftline.engine.llm.startup import open_engine
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
-        self._engine, self._tokens = open_engine(self.config, context)
+        self._engine, self._tokens, self._images = open_engine(self.config, context)
         self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
@@ -185,7 +193,7 @@ class Llm(StreamNode):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._tokens = None
+        self._engine = self._tokens = self._images = None
         self._outputs.clear()
         self._long.clear()
 
@@ -196,7 +204,7 @@ class Llm(StreamNode):
         try:
             pool = engine.runner.head is not None
             params = SamplingParams() if pool else self._params(inputs, urgency.seed)
-            tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
+            tokens, images = (words.raw(inputs["text"] or " "), ()) if pool else self._prompt(inputs)
             fixed = self._fixed(tokens)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
@@ -206,6 +214,7 @@ class Llm(StreamNode):
                 _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
+                images=images,
             )  # fmt: skip
         except WeftlineError as error:
             self._refuse(item, error)
@@ -315,7 +324,15 @@ class Llm(StreamNode):
             params = SamplingParams.read(inputs["sampling"], params)
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
-    def _prompt_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
+    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the tokens of a request's prompt, and its pictures."""
+        if self._images is not None:
+            return self._images.read(inputs, self._prompt_tokens)
+        refuse_images(inputs, self.config.model)
+        return self._prompt_tokens(inputs), ()
+
+    def _prompt_tokens(self, inputs: Mapping[str, Any], mark: str = "") -> list[int]:
+        """Return the tokens of the prompt or conversation. mark: stands for a picture in its texts."""
         _, tokens = self._opened()
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if (prompt is None) == (messages is None):
@@ -324,12 +341,12 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages, inputs.get("tools"))
+            return tokens.chat(messages, inputs.get("tools"), mark)
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
         if not tokens.has_template:
-            return tokens.raw(prompt)
-        return tokens.chat(self._turns(prompt), inputs.get("tools"))
+            return tokens.raw(prompt, mark)
+        return tokens.chat(self._turns(prompt), inputs.get("tools"), mark)
 
     def _turns(self, prompt: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -401,7 +418,8 @@ def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[s
             plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
             fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
             raise ConfigError("model", reason, "a decoder alone", fix)
-        check_folder(model, base_dir, _TASK_CLASSES[task])
+        check_family(found, model)
+        check_folder(model, base_dir, _TASK_CLASSES[task] if family_of(found) is None else IMAGE_TEXT_CLASS)
         return found
     except ConfigError as error:
         raise ConfigError(option, error.found, error.expected, error.fix) from None

@@ -23,7 +23,10 @@ LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
 """Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
 ADAPTERS_MAX = 8
 """Most LoRA adapters of a step: each layer reserves memory for all of them."""
-_WHOLE = ("page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "draft_tokens_max", "ranks")
+_WHOLE = (
+    "page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "draft_tokens_max", "ranks",
+    "image_cache_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class LlmConfig:
     """Merge weights at load where results stay the same: fewer and larger matrix products."""
     ranks: int = 1
     """Processes that share the model (tensor parallelism)."""
+    image_cache_bytes: int = 128 << 20
+    """Most bytes of image features kept in host memory; a picture seen again is not encoded again."""
 
     def __post_init__(self) -> None:
         if isinstance(self.sampling, Mapping):

@@ -16,6 +16,8 @@ from typing import Any
 from weftline.engine.llm.params import SamplingParams, sampling_error
 from weftline.engine.llm.retention import Retention
 from weftline.engine.llm.sequence import Sequence, check_tokens
+from weftline.engine.llm.vision.positions import RotaryPositions
+from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError, WeftlineError
 
 
@@ -83,6 +85,7 @@ class LlmRequestOptions:
     adapter:     name of a LoRA adapter; empty: none.
     retention:   how long parts of the prompt stay cached afterwards.
     pool:        it gets the result of the model's head instead of an answer.
+    images:      pictures of the prompt, in order.
     """
 
     priority: int = 0
@@ -92,6 +95,7 @@ class LlmRequestOptions:
     retention: tuple[Retention, ...] = ()
     pool: bool = False
     shared: int = 0
+    images: tuple[PromptImage, ...] = ()
 
 
 DEFAULT_OPTIONS = LlmRequestOptions()
@@ -143,6 +147,7 @@ def to_sequences(
     known = check_tokens(prompt, vocabulary)
     limit = len(known) if options.pool else min(len(known) + params.tokens_max, context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed
+    rotary = RotaryPositions(options.images) if any(image.grid for image in options.images) else None
     banned = tuple(spelled for word in params.bad_words for spelled in spell(word))
     made = [
         Sequence(
@@ -163,6 +168,8 @@ def to_sequences(
             retention=options.retention,
             own_salt=options.salt,
             shared=options.shared,
+            images=options.images,
+            rotary=rotary,
         )
         for index in range(params.n)
     ]

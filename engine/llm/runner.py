@@ -7,7 +7,7 @@ into one row and keeps only the needed logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.sequence import UNKNOWN
 from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.engine.llm.sleep import OffloadedTensors, has_own_memory
+from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError, ModelError
 
 KV_BYTES_DEFAULT = 256 << 20
@@ -72,6 +73,7 @@ class Runner:
         self.adapters: Adapters | None = None
         self._adapters_version = 0
         self.head: Any = None
+        self.vision: Any = None  # the ImageEncoder of a model with pictures
         self._bind()
         if isinstance(self._backend, GpuAttention) and options.graphs:
             capture = CudaCapture(self.device) if self.device.type == "cuda" else None
@@ -129,7 +131,10 @@ class Runner:
             self.adapters.choose(
                 [(s.row, s.row + s.count, chunk.sequence.adapter_slot) for s, chunk in zip(spans, chunks)]
             )
-        logits = self._forward(tokens, places, keep or [0])
+        if self.vision is None:
+            logits = self._forward(tokens, places, keep or [0])
+        else:
+            logits = self._pass(self.vision.inputs(chunks, tokens, places), keep or [0])
         return logits[: len(keep)].float()
 
     @torch.inference_mode()
@@ -226,8 +231,9 @@ class Runner:
             self.graphs.drop()
         if self.adapters is not None:
             self.adapters.choose([])
-        if self.head is not None:
-            self.head.forget()
+        for part in (self.head, self.vision):
+            if part is not None:
+                part.forget()
         for layer in self._layers:
             layer.release()
         self._flying.clear()
@@ -272,6 +278,15 @@ class Runner:
         if name and self.adapters is not None:
             self.adapters.release(name)
 
+    def hold_images(self, id: int, salt: bytes, images: Sequence[PromptImage]) -> None:
+        """Announce the pictures of request `id`, which may be encoded together with those of others."""
+        if images and self.vision is not None:
+            self.vision.hold(id, salt, images)
+
+    def release_images(self, id: int, images: Sequence[PromptImage]) -> None:
+        if images and self.vision is not None:
+            self.vision.release(id)
+
     @property
     def page_bytes(self) -> int:
         """Return the bytes of one page, over all layers."""
@@ -313,9 +328,13 @@ class Runner:
 
     def _forward(self, tokens: list[int], places: list[int], keep: list[int]) -> Tensor:
         packed = torch.tensor([tokens, places], device=self.device)
+        return self._pass({"input_ids": packed[:1], "position_ids": packed[1:]}, keep)
+
+    def _pass(self, inputs: Mapping[str, Tensor], keep: list[int]) -> Tensor:
+        """Return the model's logits [kept, vocabulary] of the rows to keep."""
         kept = torch.tensor(keep, device=self.device)
         options = {"logits_to_keep": kept} if self._keeps else {}
-        out = self.model(input_ids=packed[:1], position_ids=packed[1:], use_cache=False, **options)
+        out = self.model(**inputs, use_cache=False, **options)
         logits: Tensor = out.logits[0]
         return logits if self._keeps else logits[kept]
 
@@ -330,7 +349,7 @@ class Runner:
 
 
 def _ends(model: Any) -> frozenset[int]:
-    for config in (getattr(model, "generation_config", None), model.config):
+    for config in (getattr(model, "generation_config", None), model.config, model.config.get_text_config(decoder=True)):
         ends = getattr(config, "eos_token_id", None)
         if ends is not None:
             return frozenset([ends] if isinstance(ends, int) else ends)

@@ -18,6 +18,8 @@ from typing import Any
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.params import SamplingParams, shown
 from weftline.engine.llm.retention import Retention
+from weftline.engine.llm.vision.positions import RotaryPositions
+from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
 
@@ -68,6 +70,8 @@ class Sequence:
     skips_prefix_cache: every prompt token must pass the model.
     forks:     further answers to the same prompt, which fork when it is computed.
     retention: how long parts of the prompt stay in the prefix cache.
+    images:    pictures of the prompt, in order.
+    rotary:    positions of its tokens in three dimensions, for a model that has them; None: a token's index.
     """
 
     id: int
@@ -99,6 +103,8 @@ class Sequence:
     retention: tuple[Retention, ...] = ()
     own_salt: bytes = b""
     shared: int = 0
+    images: tuple[PromptImage, ...] = ()
+    rotary: RotaryPositions | None = None
     due_ms: float = field(init=False)
     rank: tuple[float, int] = field(init=False)
 

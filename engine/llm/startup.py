@@ -19,6 +19,7 @@ from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.engine.llm.speculation import DraftModelProposer, NgramProposer, Speculation
 from weftline.engine.llm.tokens import Tokens
+from weftline.engine.llm.vision.reader import ImageReader, open_reader
 from weftline.errors import ModelError
 from weftline.nodes.contract import OpenContext
 from weftline.nodes.hugging_face import local_or_hub
@@ -27,8 +28,10 @@ DRAFT_KV_SHARE = 4
 """Divisor of the target model's KV memory for the draft model, which has fewer and narrower layers."""
 
 
-def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens]:
+def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens, ImageReader | None]:
     """Load the model and features of a step; ModelError if one is unsuitable.
+
+    Returns None in place of an ImageReader for a model of texts.
 
     On GPUs, `ranks` consecutive devices are used, starting with the step's own.
     """
@@ -40,6 +43,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
     runner = _runner(config, context, config.model, config.kv_bytes)
     source = local_or_hub(config.model, context.base_dir)
     tokens = Tokens.open(source, runner.context_max, config.model)
+    images = open_reader(runner, tokens, source, context.base_dir, config.model, config.image_cache_bytes)
     for name, folder in config.adapters.items():
         runner.load_adapter(name, Path(local_or_hub(folder, context.base_dir)), folder)
     limits = round_limits(config, context.device)
@@ -50,7 +54,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
         fill_device(models, limits, context.memory_limit, TorchMeter(runner.device))
     speculation = _speculation(config, draft, limits)
     engine = Engine(runner, tokens, limits, True, speculation, RequestGrammars(tokens, runner.vocabulary, runner.ends))
-    return engine, tokens
+    return engine, tokens, images
 
 
 def _runner(config: LlmConfig, context: OpenContext, model: str, kv_bytes: int | None) -> Runner:

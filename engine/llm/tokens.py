@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
+from weftline.engine.llm.vision.messages import with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
 
@@ -54,6 +55,7 @@ class Tokens:
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._texts: dict[bool, TokenTexts | None] = {}  # of single tokens, without control tokens and with them
         self._alone: dict[bool, dict[int, str]] = {}  # the same, where a token's text depends on its neighbours
+        self.image_token = ""  # placeholder of a picture, for a model with pictures
 
     @classmethod
     def open(cls, source: str | Path, context_max: int, shown: str | None = None) -> Tokens:
@@ -77,12 +79,19 @@ class Tokens:
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def chat(self, messages: object, tools: object = None) -> list[int]:
+    def is_control(self, id: int) -> bool:
+        """Return whether a token is a control token, which no text of a user becomes."""
+        return id in self._control_ids
+
+    def chat(self, messages: object, tools: object = None, mark: str = "") -> list[int]:
         """Return the tokens of a conversation, ready for the model's answer; InputError if it is invalid.
 
         tools: tool definitions, as the chat template expects them.
+        mark:  character that stands for a picture in the texts; '' for none.
         """
         turns = check_messages(messages)
+        if self.image_token:
+            turns = with_parts(turns, mark)
         conversation = {"turns": turns, "tools": None if tools is None else check_tools(tools)}
         texts: list[str] = []
 
@@ -104,11 +113,20 @@ class Tokens:
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
         return self._encode(text, marks, specials=False)
 
-    def raw(self, text: str) -> list[int]:
-        """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template."""
+    def raw(self, text: str, mark: str = "") -> list[int]:
+        """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template.
+
+        mark: character that stands for a picture in the text; '' for none.
+        """
         self._check_text("prompt", text)
-        marked, marks = self._mark([text])
-        return self._encode(marked[0], marks, specials=True)
+        [marked], marks = self._mark([text])
+        if mark:
+            marked = marked.replace(mark, self.image_token)
+        return self._encode(marked, marks, specials=True)
+
+    def encode_control(self, text: str) -> list[int]:
+        """Return the tokens of a text of the model's own, in which names of control tokens are these tokens."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def spell(self, word: str) -> list[tuple[int, ...]]:
         """Return the token sequences of a word, at the start of a text and after a space."""

@@ -55,7 +55,7 @@ def test_buffers_and_graphs_hold_what_the_schedule_plans(folder, monkeypatch, op
 
     monkeypatch.setattr(startup, "Runner", Opening)
     config = LlmConfig(str(folder), speculation="draft", draft_model=str(folder), **options)
-    engine, _ = startup.open_engine(config, OpenContext(base_dir=folder.parent))
+    engine, _, _ = startup.open_engine(config, OpenContext(base_dir=folder.parent))
     limits = engine._schedule.limits
     assert [(one.rows_max, one.sequences_max) for one in made] == [(limits.tokens_max, limits.sequences_max)] * 2
     form = engine.runner._backend

@@ -1,0 +1,1 @@
+"""Pictures in prompts of vision-language models."""

@@ -1,0 +1,160 @@
+"""Layout of a picture in the prompt, from its size alone: which tokens it takes up.
+
+    fixed   every picture is resized to one size: n features
+    grid    resized to a multiple of the patches, its shape kept: rows x columns features
+    tiles   cut into tiles of one size, and the whole picture once more: for each tile its features between markers
+
+The numbers come from the settings of the model's own image processor and config.json, so that a picture that cannot fit
+the context is refused before its pixels are processed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from weftline.engine.llm.vision.families import Family
+from weftline.engine.llm.vision.prompt import ImageTokens
+from weftline.errors import InputError, ModelError
+
+ASPECT_MAX = 200
+"""Largest ratio of a picture's sides, as in Qwen2-VL's image processor."""
+FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
+"""Markers around a tile of Idefics3 and SmolVLM, and of the whole picture."""
+
+Encode = Callable[[str], Sequence[int]]
+"""From text to tokens, names of control tokens included."""
+
+
+class ImageLayout(Protocol):
+    """Maps the size of a picture to its tokens."""
+
+    def tokens_of(self, height: int, width: int) -> ImageTokens:
+        """Return the tokens of a picture; InputError for a size that the model's processor does not support."""
+
+    def largest(self, tokens_max: int) -> tuple[int, int]:
+        """Return height and width of a picture with the most features of all below `tokens_max` tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLayout:
+    """Every picture has `count` features."""
+
+    placeholder: int
+    count: int
+
+    def tokens_of(self, height: int, width: int) -> ImageTokens:
+        return ImageTokens((self.placeholder,) * self.count, (range(self.count),))
+
+    def largest(self, tokens_max: int) -> tuple[int, int]:
+        return 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class GridLayout:
+    """A feature for each square of `side` pixels, of a picture resized to between `pixels_min` and `pixels_max`."""
+
+    placeholder: int
+    side: int
+    pixels_min: int
+    pixels_max: int
+
+    def tokens_of(self, height: int, width: int) -> ImageTokens:
+        if max(height, width) > ASPECT_MAX * min(height, width):
+            found = f"found a picture of {width} x {height} pixels"
+            raise InputError(f"images: {found}, expected sides of a ratio of at most {ASPECT_MAX}", param="images")
+        rows, columns = self._grid(height, width)
+        count = rows * columns
+        return ImageTokens((self.placeholder,) * count, (range(count),), (rows, columns))
+
+    def largest(self, tokens_max: int) -> tuple[int, int]:
+        squares = max(1, math.isqrt(min(self.pixels_max // self.side**2, tokens_max)))
+        return squares * self.side, squares * self.side
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Return rows and columns after resizing; the smart resize of Qwen2-VL's image processor."""
+        side = self.side
+        rows, columns = round(height / side), round(width / side)
+        pixels = rows * columns * side * side
+        if pixels > self.pixels_max:
+            shrink = math.sqrt(height * width / self.pixels_max)
+            return max(1, math.floor(height / shrink / side)), max(1, math.floor(width / shrink / side))
+        if pixels < self.pixels_min:
+            grow = math.sqrt(self.pixels_min / (height * width))
+            return math.ceil(height * grow / side), math.ceil(width * grow / side)
+        return rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class TileLayout:
+    """`count` features for each tile; `split` returns the rows and columns of tiles, 0 and 0 for a small picture."""
+
+    placeholder: str
+    count: int
+    split: Callable[[int, int], tuple[int, int]]
+    encode: Encode
+    placeholder_id: int
+    side_max: int
+
+    def tokens_of(self, height: int, width: int) -> ImageTokens:
+        tokens = tuple(self.encode(self._text(*self.split(height, width))))
+        runs: list[range] = []
+        for at, token in enumerate(tokens):
+            if token != self.placeholder_id:
+                continue
+            if runs and runs[-1].stop == at:
+                runs[-1] = range(runs[-1].start, at + 1)
+            else:
+                runs.append(range(at, at + 1))
+        return ImageTokens(tokens, tuple(runs))
+
+    def largest(self, tokens_max: int) -> tuple[int, int]:
+        side = self.side_max
+        while side > 1 and len(self.tokens_of(side, side).tokens) > tokens_max:
+            side //= 2
+        return side, side
+
+    def _text(self, rows: int, columns: int) -> str:
+        features = self.placeholder * self.count
+        whole = f"{FAKE}{GLOBAL}{features}{FAKE}"
+        if not rows and not columns:
+            return whole
+        tiles = "".join(
+            "".join(f"{FAKE}<row_{row + 1}_col_{column + 1}>{features}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        )
+        return f"{tiles}\n{whole}"
+
+
+def layout_of(family: Family, config: Any, processor: Any, placeholder: str, encode: Encode) -> ImageLayout:
+    """Return the layout of a model. config: transformers'. processor: its image processor. encode: its tokenizer."""
+    id, vision = int(config.image_token_id), config.vision_config
+    if family.layout == "fixed":
+        return FixedLayout(id, _fixed_count(config, processor))
+    if family.layout == "grid":
+        size = processor.size
+        side = int(processor.patch_size) * int(processor.merge_size)
+        return GridLayout(id, side, int(size["shortest_edge"]), int(size["longest_edge"]))
+    patches = int(vision.image_size) // int(vision.patch_size)
+    count = patches**2 // int(config.scale_factor) ** 2
+
+    def split(height: int, width: int) -> tuple[int, int]:
+        _, rows, columns = processor.get_number_of_image_patches(height, width, {})
+        return rows, columns
+
+    return TileLayout(placeholder, count, split, encode, id, int(processor.size["longest_edge"]))
+
+
+def _fixed_count(config: Any, processor: Any) -> int:
+    """Return the features of a picture: patches, and the class token unless it is left out."""
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    try:
+        height, width = int(size["height"]), int(size["width"])
+    except (KeyError, TypeError):
+        raise ModelError(f"its image processor resizes to {size}, expected a height and a width") from None
+    patch = int(config.vision_config.patch_size)
+    class_token = config.vision_config.model_type == "clip_vision_model"
+    left_out = config.vision_feature_select_strategy == "default"
+    return (height // patch) * (width // patch) + class_token - left_out
