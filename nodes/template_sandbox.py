@@ -71,6 +71,12 @@ class Objects(list[dict[str, Any]]):
         self.described = detections.describe()
 
 
+class Marks(list[str]):
+    """Marks of pictures in a template, printed one after the other."""
+
+    __slots__ = ()
+
+
 def to_template(value: Any) -> Any:
     """Return `value` of any port as a template sees it."""
     if isinstance(value, Detections):
@@ -92,6 +98,8 @@ def to_text(value: Any) -> Any:
         return str(value)
     if isinstance(value, Objects):
         return value.described
+    if isinstance(value, Marks):
+        return "".join(value)
     return to_json(value)
 
 

@@ -2,7 +2,8 @@
 
 A `template` step names its inputs in its text: `{{ see.detections | describe }}` or `{{ question }}`. Each name becomes
 an input port and is wired; the port is named like the wire, with `__` for the dot (`see__detections`). An `llm` step
-with a `prompt:` becomes two steps: a template step named `<step>_prompt`, and the LLM step that reads its text.
+with a `prompt:` becomes two steps: a template step named `<step>_prompt`, and the LLM step that reads its text. Where
+the prompt shows pictures, which are pipeline inputs or the step's input `images`, the template step passes them on.
 
 Constant fallbacks become steps that pass constants on, and a step that runs a pipeline file is replaced by the steps
 of that file. Names of generated steps and inputs contain a `/` or end with `_prompt`.
@@ -43,6 +44,9 @@ _ENVIRONMENT.filters = _ENVIRONMENT.tests = _AnyName()
 PREFIX_CHARS_MIN = 64
 """Shorter prefixes fill less than a page of KV memory and are not recorded in the plan."""
 _MARKUP = re.compile(r"\{[{%#]")
+_PICTURES = ("image", "list[image]")
+_MADE = {"prompt": "text", "images": "images"}
+"""Inputs of an llm step with a prompt, and the outputs of its template step."""
 _READS_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -147,21 +151,45 @@ def _prompted(
         wires = _wires(text, f"{path}.prompt", step, pipeline, report)
         own = {port: wire for port, wire in step.inputs.items() if port in _names(text)}
         node = "template" if "template" in catalog else CATALOG["template"]
+        pictures = _shows_pictures(text, step, pipeline)
+        if pictures and "images" in step.inputs and "images" not in own:
+            found, fix = f"shows {pictures}, and inputs.images is wired beside it", "show {{ images }} there too"
+            report.add(f"{path}.prompt", found, "pictures from one of the two", fix)
         origins[f"steps.{name}"] = Origin(f"{path}.prompt")
         options = {**_fixed(text), **options}
         inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
         listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
         rest = tuple(port for port in step.map if port not in own)
+        made = {port: Wire(name, output) for port, output in _MADE.items() if pictures or port == "prompt"}
         return [
-            Step(name, node, {"template": text}, {**own, **wires}, when=step.when, map=listed_own),
+            Step(
+                name,
+                node,
+                {"template": text, **({"images": True} if pictures else {})},
+                {**own, **wires},
+                when=step.when,
+                map=listed_own,
+            ),
             dataclasses.replace(
                 step,
                 options=options,
-                inputs={**inputs, "prompt": Wire(name, "text")},
-                map=(*rest, "prompt") if listed_own else rest,
+                inputs={**inputs, **made},
+                map=(*rest, *made) if listed_own else rest,
             ),
         ]
     return [dataclasses.replace(step, options=options, inputs={**step.inputs, "prompt": Wire(None, "")})]
+
+
+def _shows_pictures(text: str, step: Step, pipeline: Pipeline) -> str:
+    """Return the name of the first picture that a prompt shows; '' for none."""
+    types = {one.name: one.type for one in pipeline.inputs}
+    for name in _names(text, bare=True):
+        wire = step.inputs.get(name, Wire(None, name))
+        if name == "images" and name in step.inputs:
+            return name
+        if wire.step is None and types.get(wire.port) in _PICTURES:
+            return name
+    return ""
 
 
 def _fixed(text: str) -> dict[str, str]:
@@ -170,11 +198,12 @@ def _fixed(text: str) -> dict[str, str]:
     return {"prefix": fixed} if len(fixed) >= PREFIX_CHARS_MIN else {}
 
 
-def _names(text: str) -> set[str]:
+def _names(text: str, bare: bool = False) -> list[str]:
+    """Return the names that a template reads, in order. bare: only those read without a dot."""
     try:
-        return {reading.name for reading in readings(text)}
+        return [reading.name for reading in readings(text) if not bare or reading.port is None]
     except ValueError:
-        return set()
+        return []
 
 
 def _wires(text: str, path: str, step: Step, pipeline: Pipeline, report: Report) -> dict[str, Wire]:

@@ -22,10 +22,9 @@ import numpy as np
 from weftline.engine.llm.vision.families import listed
 from weftline.engine.llm.vision.prompt import IMAGES_MAX
 from weftline.errors import InputError
-from weftline.nodes.image import PIXELS_MAX, decode_image, image_claim
+from weftline.nodes.image import PIXELS_MAX, decode_image
+from weftline.nodes.template import PICTURE
 
-OBJECT = "\ufffc"
-"""Place of a picture in a prompt; templates render pictures so."""
 IMAGE_BYTES_MAX = 20 << 20
 """Most bytes of one encoded picture in a message."""
 REQUEST_PIXELS_MAX = 4 * PIXELS_MAX
@@ -69,7 +68,7 @@ def _texts(value: Any, depth: int = 8) -> Iterator[str]:
 
 def mark_prompt(prompt: str, images: int, mark: str) -> str:
     """Return a prompt with a mark for each of its pictures: at U+FFFC, or before the text where there is none."""
-    found = prompt.count(OBJECT)
+    found = prompt.count(PICTURE)
     if not found:
         return mark * images + prompt
     if found != images:
@@ -77,7 +76,7 @@ def mark_prompt(prompt: str, images: int, mark: str) -> str:
             f"prompt: shows {found} pictures (U+FFFC), and input images has {images}; expected as many, or no U+FFFC",
             param="prompt",
         )
-    return prompt.replace(OBJECT, mark)
+    return prompt.replace(PICTURE, mark)
 
 
 def mark_messages(
@@ -182,7 +181,6 @@ def decoded(part: Mapping[str, Any], where: str, pixels_max: int) -> np.ndarray:
     """Return the picture of an `image_url` part as uint8 [H, W, 3]; its URL holds the picture itself."""
     data = data_of_url(part, where)
     try:
-        image_claim(data, pixels_max)
         return decode_image(data, pixels_max)
     except InputError as error:
         raise InputError(f"{where}.image_url: {error}", param="messages") from None

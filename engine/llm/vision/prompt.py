@@ -110,7 +110,7 @@ def content_key(pixels: np.ndarray, settings: bytes) -> bytes:
     """Return the SHA-256 of a picture's pixels and of the settings that process them."""
     found = hashlib.sha256(settings)
     found.update(repr(pixels.shape).encode())
-    found.update(np.ascontiguousarray(pixels))
+    found.update(np.ascontiguousarray(pixels).data)
     return found.digest()
 
 

@@ -2,7 +2,8 @@
 
 A model with an input `messages` gets the whole conversation, texts only: system, developer, user, assistant and tool
 messages, with the tool calls that were made. One with a text input gets the text of the last user message. Pictures and
-recordings go to inputs of their own: those of the last message that has any, since earlier ones were answered.
+recordings go to inputs of their own: those of the last message that has any, since earlier ones were answered. Where a
+model with `messages` has no input for pictures, they stay in the conversation, for a vision-language model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weftline.engine.llm.vision.messages import IMAGE_BYTES_MAX
+from weftline.engine.llm.vision.prompt import IMAGES_MAX
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.openai.bodies import ChatBody
@@ -28,7 +31,7 @@ MESSAGES_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """messages: with plain texts. images, audio: encoded, of the last message that has any."""
+    """messages: with plain texts, or with parts where pictures stay. images, audio: encoded, of the last with any."""
 
     messages: tuple[dict[str, Any], ...]
     images: tuple[bytes, ...]
@@ -41,23 +44,26 @@ class Conversation:
         return users[-1] if users else None
 
 
-def read_conversation(messages: object) -> Conversation:
-    """Read `messages`; HttpError names the invalid message."""
+def read_conversation(messages: object, pictures_stay: bool = False) -> Conversation:
+    """Read `messages`; HttpError names the invalid message. pictures_stay: they stay in the messages."""
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
         raise HttpError(f"messages: expected a list of 1 to {MESSAGES_MAX} messages", param="messages")
     read: list[dict[str, Any]] = []
     images: tuple[bytes, ...] = ()
     audio: tuple[bytes, ...] = ()
     for place, message in enumerate(messages):
-        one, pictures, recordings = _read_message(f"messages[{place}]", message)
+        where = f"messages[{place}]"
+        one, pictures, recordings = _read_message(where, message, pictures_stay)
         read.append(one)
         images, audio = pictures or images, recordings or audio
+    if pictures_stay:
+        _check_pictures(read)
     return Conversation(tuple(read), images, audio)
 
 
 def chat_inputs(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
     """Return the model's inputs for a chat request, all but `sampling`."""
-    conversation = read_conversation(body.messages)
+    conversation = read_conversation(body.messages, ports.pictures_stay)
     inputs: dict[str, Any] = {}
     if ports.messages is not None:
         inputs[ports.messages] = list(conversation.messages)
@@ -85,7 +91,9 @@ def _tools(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
     return {ports.tools: tools}
 
 
-def _read_message(where: str, message: object) -> tuple[dict[str, Any], tuple[bytes, ...], tuple[bytes, ...]]:
+def _read_message(
+    where: str, message: object, pictures_stay: bool
+) -> tuple[dict[str, Any], tuple[bytes, ...], tuple[bytes, ...]]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise HttpError(f"{where}: expected an object with a role of {', '.join(ROLES)}", param="messages")
     if message.get("function_call") is not None:
@@ -94,6 +102,8 @@ def _read_message(where: str, message: object) -> tuple[dict[str, Any], tuple[by
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise HttpError(f"{where}.content: expected a text, or a list of parts", param="messages")
+    if pictures_stay and isinstance(content, list) and any(map(_is_picture, content)):
+        return kept | {"content": _shown(f"{where}.content", content)}, (), ()
     text, images, audio = _read_content(f"{where}.content", content)
     return kept | {"content": text}, images, audio
 
@@ -122,8 +132,43 @@ def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], 
     return "".join(texts), tuple(images), tuple(audio)
 
 
+def _is_picture(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def _shown(where: str, content: list[Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message with pictures, which stay encoded."""
+    parts: list[dict[str, Any]] = []
+    for place, part in enumerate(content):
+        at = f"{where}[{place}]"
+        if _is_picture(part):
+            url, data = _data_url(part, at)
+            if len(data) * 3 // 4 > IMAGE_BYTES_MAX:
+                size = f"about {len(data) * 3 // 4} bytes, expected at most {IMAGE_BYTES_MAX}"
+                raise HttpError(f"{at}.image_url.url: found a picture of {size}", param="messages")
+            parts.append({"type": "image_url", "image_url": {"url": url}})
+        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise HttpError(f"{at}: expected a part of type text or image_url", param="messages")
+    return parts
+
+
+def _check_pictures(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse more pictures than a vision-language model accepts."""
+    contents = [one["content"] for one in messages if isinstance(one["content"], list)]
+    found = sum(_is_picture(part) for content in contents for part in content)
+    if found > IMAGES_MAX:
+        raise HttpError(f"messages: found {found} pictures, expected at most {IMAGES_MAX}", param="messages")
+
+
 def picture_of(part: Mapping[str, Any], where: str) -> bytes:
     """Return the encoded picture of an `image_url` part, which must be a `data:` URL; HttpError otherwise."""
+    return _decoded(_data_url(part, where)[1], f"{where}.image_url.url")
+
+
+def _data_url(part: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """Return the `data:` URL of an `image_url` part, and the base64 in it; HttpError otherwise."""
     inner = part.get("image_url")
     url = inner.get("url") if isinstance(inner, dict) else inner
     if not isinstance(url, str):
@@ -136,7 +181,7 @@ def picture_of(part: Mapping[str, Any], where: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise HttpError(f"{where}.image_url.url: expected data:image/...;base64,...", param="messages")
-    return _decoded(data, f"{where}.image_url.url")
+    return url, data
 
 
 def recording_of(part: Mapping[str, Any], where: str) -> bytes:

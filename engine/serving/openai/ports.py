@@ -10,7 +10,8 @@
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
 `transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter`, `language` and `voice` (text)
 have their own meaning; images and audio of a conversation go to the image and audio inputs in the order they are
-declared. Every other input must be one that may be left out.
+declared. Every other input must be one that may be left out. Where a model with `messages` has no input for pictures
+besides an optional list `images`, as an llm step has, pictures stay in the messages.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class ChatPorts(AnswerPorts):
     """Ports for a conversation.
 
     images, audio: inputs for pictures and recordings, as declared; of type image or list[image], and likewise.
+    pictures_stay: pictures stay in `messages`.
     """
 
     messages: str | None
@@ -49,6 +51,7 @@ class ChatPorts(AnswerPorts):
     tools: str | None
     images: tuple[PortInfo, ...]
     audio: tuple[PortInfo, ...]
+    pictures_stay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         raise _cannot(info, task, "it has no input `messages` (json), and no text or audio input instead")
     fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
     _check_rest(info, task, fed)
+    stay = messages is not None and all(one.name == "images" and one.optional for one in images)
     return ChatPorts(
         output=_text_output(info, task, ("text", "answer")),
         sampling=_input(info, "sampling", "json"),
@@ -108,8 +112,9 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         messages=messages,
         prompt=prompt,
         tools=_input(info, "tools", "json"),
-        images=images,
+        images=() if stay else images,
         audio=audio,
+        pictures_stay=stay,
     )
 
 
