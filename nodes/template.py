@@ -115,7 +115,7 @@ class Pictures:
     """Pictures of one rendering. Each is a mark in the template, which no other value can contain."""
 
     def __init__(self) -> None:
-        self._start = PICTURE + secrets.token_hex(8)
+        self._start = f"{PICTURE}{secrets.randbelow(10**18):018d}."
         self._pictures: list[np.ndarray] = []
 
     def mark(self, value: Any) -> Any:

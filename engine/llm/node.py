@@ -275,7 +275,8 @@ class Llm(StreamNode):
 
     def figures(self) -> Mapping[str, float]:
         engine, _ = self._opened()
-        return figures(self._counters, engine.stats())
+        images = engine.runner.vision.figures() if engine.runner.vision is not None else {}
+        return {**figures(self._counters, engine.stats()), **images}
 
     def resize_memory(self, bytes: int) -> int:
         engine, _ = self._opened()

@@ -195,3 +195,50 @@ def test_ports_are_what_is_wired_and_unknown_names_are_refused() -> None:
 def test_a_syntax_error_names_its_line() -> None:
     with pytest.raises(ConfigError, match="line 3"):
         Template.ports(TemplateConfig("a\nb\n{% endif %}"), StepContext(Path()))
+
+
+def show(source: str, values: dict[str, Any]) -> tuple[Any, Any]:
+    node = Template(TemplateConfig(source, images=True))
+    node.open(OpenContext(Path()))
+    found = node.run(Batch({name: [value] for name, value in values.items()}))
+    return found["text"][0], found["images"][0]
+
+
+def picture(value: int) -> np.ndarray:
+    return np.full((2, 3, 3), value, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "shown"),
+    [
+        ("look at {{ a }}!", "look at \ufffc!", [1]),
+        ("{{ b }} or {{ a }} or {{ b }}", "\ufffc or \ufffc or \ufffc", [2, 1, 2]),
+        ("{{ many }}", "\ufffc\ufffc", [3, 4]),
+        ("{% for one in many %}{{ loop.index }}{{ one }}{% endfor %}", "1\ufffc2\ufffc", [3, 4]),
+        ("{% if no %}{{ a }}{% endif %}{{ 'x' ~ b | upper }}", "x\ufffc", [2]),
+        ("{{ words }}{{ cut.image }}", "a \U0001f600b\ufffc", [5]),  # what others write is no picture
+        ("none", "none", []),
+    ],
+)
+def test_pictures_are_shown_in_order(source: str, text: str, shown: list[int]) -> None:
+    values = {
+        "a": picture(1), "b": picture(2), "many": [picture(3), picture(4)], "cut__image": picture(5), "no": False,
+        "words": "a \U0001f600\ufffcb",
+    }  # fmt: skip
+    found, images = show(source, values)
+    assert found == text
+    assert [int(image[0, 0, 0]) for image in images] == shown
+
+
+def test_a_failed_rendering_has_no_pictures() -> None:
+    text, images = show("{{ a }}{{ 1 / 0 }}", {"a": picture(1)})
+    assert isinstance(text, StepError)
+    assert isinstance(images, StepError)
+
+
+def test_pictures_are_an_output_only_on_request() -> None:
+    context = StepContext(Path(), ("a",))
+    plain, shows = (Template.ports(TemplateConfig("{{ a }}", images=on), context).outputs for on in (False, True))
+    assert [port.name for port in plain] == ["text"]
+    assert [(port.name, str(port.type)) for port in shows] == [("text", "text"), ("images", "list[image]")]
+    assert Template.light_output_bytes(TemplateConfig("", images=True)) is None

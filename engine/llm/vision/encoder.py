@@ -79,6 +79,15 @@ class ImageEncoder:
             row += chunk.count
         return {"inputs_embeds": embedded, **positions}
 
+    def figures(self) -> dict[str, float]:
+        """Return counters and gauges under the names that the worker reports."""
+        return {
+            "image_encoder_calls_total": self.calls,
+            "images_encoded_total": self.encoded,
+            "image_cache_hits_total": self.cache.hits,
+            "image_cache_bytes": self.cache.bytes_used,
+        }
+
     @torch.inference_mode()
     def check(self) -> None:
         """Encode a small picture; ModelError when the model's parts disagree about the number of its features."""

@@ -1,12 +1,14 @@
 """Templates are wired by what they read, and a prompt becomes a template step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.checker import examine
-from weftline.pipelines.spec.expansion import Reading, readings
+from weftline.pipelines.check.problems import Report
+from weftline.pipelines.spec.expansion import Reading, expand, readings
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.wire import Wire
 
@@ -140,3 +142,53 @@ def test_the_name_of_the_made_step_must_be_free(catalog) -> None:
     tail = TAIL.replace("{y:", "{p: last_prompt.text, y:")
     problems = examine(load_yaml(HEAD + SEE + steps + tail, "x.yaml", HERE), catalog).problems
     assert [(one.path, one.fix) for one in problems] == [("steps.last.prompt", "rename last_prompt")]
+
+
+PICTURES = "inputs: {photo: image, photos: 'list[image]', note: text, boxes: json}\nsteps:\n"
+CUT = "  cut: {node: crop, inputs: {image: photo, detections: boxes}}\n"
+
+
+def expanded(step: str) -> tuple[Any, Any, Report]:
+    text = f"weftline: 1\nname: s\n{PICTURES}{CUT}  say: {{node: llm, model: m, {step}}}\noutputs: {{y: say.text}}\n"
+    pipeline = load_yaml(text, "x.yaml", HERE)
+    report = Report(pipeline)
+    found = expand(pipeline, report).pipeline
+    return found.step("say_prompt"), found.step("say"), report
+
+
+@pytest.mark.parametrize(
+    ("step", "wired"),
+    [
+        ("prompt: 'See {{ photo }}: {{ note }}'", {"photo": Wire(None, "photo"), "note": Wire(None, "note")}),
+        ("prompt: '{% for one in photos %}{{ one }}{% endfor %}'", {"photos": Wire(None, "photos")}),
+        ("prompt: '{{ this }}', inputs: {this: photo}", {"this": Wire(None, "photo")}),
+        ("prompt: '{{ images }}?', inputs: {images: cut.images}", {"images": Wire("cut", "images")}),
+    ],
+)
+def test_pictures_in_a_prompt_pass_through_its_template(step: str, wired: dict[str, Wire]) -> None:
+    template, llm, report = expanded(step)
+    assert report.problems == []
+    assert template.options["images"] is True
+    assert template.inputs == wired
+    assert llm.inputs == {"prompt": Wire("say_prompt", "text"), "images": Wire("say_prompt", "images")}
+
+
+def test_a_mapped_prompt_has_pictures_for_each_item() -> None:
+    template, llm, _ = expanded("prompt: '{{ one }}?', inputs: {one: photos}, map: one")
+    assert (template.map, llm.map) == (("one",), ("prompt", "images"))
+
+
+def test_a_prompt_without_pictures_is_plain() -> None:
+    template, llm, _ = expanded("prompt: '{{ note }} {{ photo.shape }}'")
+    assert "images" not in template.options
+    assert llm.inputs == {"prompt": Wire("say_prompt", "text")}
+    template, llm, _ = expanded("prompt: '{{ note }}', inputs: {images: cut.images}")
+    assert "images" not in template.options
+    assert llm.inputs["images"] == Wire("cut", "images")
+
+
+def test_pictures_of_two_sources_in_one_prompt_are_a_problem() -> None:
+    _, _, report = expanded("prompt: '{{ photo }}', inputs: {images: cut.images}")
+    (problem,) = report.problems
+    assert problem.path == "steps.say.prompt"
+    assert "photo" in problem.found

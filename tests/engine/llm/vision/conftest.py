@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from tests.engine.llm.vision import tiny_vision
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], object]:
     """Return the tiny model of a family."""
-    from tests.engine.llm.vision import tiny_vision
-
     base: Path = tmp_path_factory.mktemp("vision")
     made: dict[str, tiny_vision.TinyVision] = {}
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
 from tests.engine.llm.vision.tiny_vision import FAMILIES, TinyVision, asked, picture
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.node import Llm

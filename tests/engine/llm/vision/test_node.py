@@ -1,0 +1,195 @@
+"""The llm node with pictures: prompts, conversations, refusals, and what users write stays text."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.engine.llm import tiny
+from tests.engine.llm.vision.test_answers import engine_of, expected, opened
+from tests.engine.llm.vision.tiny_vision import TinyVision, asked, picture
+from weftline.engine.llm.node import Llm
+from weftline.engine.llm.options import LlmConfig
+from weftline.errors import InputError, ModelError
+from weftline.nodes.contract import OpenContext, Piece
+from weftline.nodes.template import PICTURE
+
+SAMPLING = {"tokens_max": 8}
+
+
+@pytest.fixture
+def model(models: Any) -> TinyVision:
+    found: TinyVision = models("idefics3")
+    return found
+
+
+def ask(node: Llm, **inputs: Any) -> Piece:
+    """Return the last piece of the answer to a request."""
+    node.submit(1, inputs)
+    pieces: list[Piece] = []
+    while node.busy:
+        pieces += node.round()
+    engine_of(node).check()
+    return pieces[-1]
+
+
+def answer(node: Llm, **inputs: Any) -> str:
+    last = ask(node, **inputs)
+    if last.error is not None:
+        raise last.error
+    return str(last.outputs["text"])
+
+
+def text_of(model: TinyVision, messages: Any, images: Any) -> str:
+    [tokens] = expected(model, [(messages, images)])
+    return str(model.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def url(image: Any) -> dict[str, Any]:
+    data = io.BytesIO()
+    Image.fromarray(image).save(data, "PNG")
+    link = "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": link}}
+
+
+def test_a_prompt_shows_pictures_before_it_or_where_it_says(model):
+    node, pictures = opened(model, sampling=SAMPLING), [picture(seed=1), picture(40, 20, 2)]
+    before = text_of(model, asked(None, None, "what is it"), pictures)
+    assert answer(node, prompt="what is it", images=pictures) == before
+    shown = text_of(model, asked("a", None, "b", None), pictures)
+    assert answer(node, prompt=f"a{PICTURE}b{PICTURE}", images=pictures) == shown
+    alone = text_of(model, asked(None, "what is it"), pictures[:1])
+    assert answer(node, prompt="what is it", images=pictures[0]) == alone  # of port type image
+    assert answer(node, prompt="the user asks") == text_of(model, asked("the user asks"), [])
+    node.close()
+
+
+def test_pictures_in_messages_are_those_of_transformers(model):
+    node, one, two = opened(model, sampling=SAMPLING), picture(seed=1), picture(40, 20, 2)
+    said = asked("a", None, "b", None)
+    right = text_of(model, said, [one, two])
+    parts = said[0]["content"]
+    sent = [{"role": "user", "content": [parts[0], url(one), parts[2], url(two)]}]
+    assert answer(node, messages=sent) == right
+    assert answer(node, messages=said, images=[one, two]) == right
+    mixed = [{"role": "user", "content": [parts[0], url(one), *parts[2:]]}]
+    assert answer(node, messages=mixed, images=[two]) == right
+    node.close()
+
+
+def test_a_system_message_is_shared_by_callers_and_pictures_are_not(model):
+    system = "be brief and kind and say what the photo shows in one line and then stop at once " * 2
+    node = opened(model, sampling=SAMPLING, system=system)
+    said = [{"role": "system", "content": [{"type": "text", "text": system}]}, *asked(None, "what is it")]
+    assert answer(node, prompt="what is it", images=[picture()]) == text_of(model, said, [picture()])
+    cached = [
+        ask(node, prompt="what is it", images=[picture(seed=seed)]).outputs["usage"]["cached_tokens"]
+        for seed in (0, 5, 5)
+    ]
+    assert cached[0] == cached[2] > cached[1] > 16
+    node.close()
+
+
+def test_names_of_control_tokens_in_a_users_text_are_no_pictures(models):
+    for family, name in (("llava", "<image>"), ("qwen2_vl", "<|image_pad|>"), ("idefics3", "<image>")):
+        node = opened(models(family))
+        ids, images = node._images.read({"prompt": f"a {name} b", "images": [picture()]}, node._prompt_tokens)
+        placeholder = node._images.placeholder
+        assert ids.count(placeholder) == images[0].features
+        assert placeholder not in node._images.read({"prompt": f"a {name} b"}, node._prompt_tokens)[0]
+        node.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        ({"prompt": "a", "images": [picture()] * 33}, "at most 32"),
+        ({"prompt": PICTURE * 2, "images": [picture()]}, "shows 2 pictures"),
+        ({"prompt": "", "images": [picture()]}, "empty"),
+        ({"images": [picture()]}, "neither of prompt and messages"),
+        ({"prompt": "a", "images": [picture(90, 90)] * 20}, "with those of 20 pictures, expected at most 511"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "input images has 0"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, r"content[0]"),
+        ({"messages": "x", "images": [picture()]}, "messages"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_reason(model, inputs, named):
+    node = opened(model)
+    refused = ask(node, **inputs)
+    assert isinstance(refused.error, InputError)
+    assert named in str(refused.error)
+    node.close()
+
+
+def test_a_model_of_texts_refuses_pictures_by_name(tmp_path):
+    folder = tiny.save(tmp_path / "texts")
+    node = Llm(LlmConfig(model=folder.name, kv_bytes=4 << 20))
+    node.open(OpenContext(base_dir=folder.parent))
+    said = [{"role": "user", "content": [url(picture())]}]
+    for inputs in ({"messages": said}, {"prompt": "a", "images": [picture()]}):
+        refused = ask(node, **inputs)
+        assert isinstance(refused.error, InputError)
+        assert "reads texts only; pictures need one of LlavaForConditionalGeneration" in str(refused.error)
+    node.close()
+
+
+def test_a_base_model_without_a_template_reads_pictures_in_its_prompt(models, tmp_path):
+    model = models("llava")
+    shutil.copytree(model.folder, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    node = Llm(LlmConfig(model="base", kv_bytes=4 << 20))
+    node.open(OpenContext(base_dir=tmp_path))
+    ids, _ = node._images.read({"prompt": f"a{PICTURE} what", "images": [picture()]}, node._prompt_tokens)
+    given = {"images": [picture()], "input_data_format": "channels_last", "return_tensors": "pt"}
+    assert ids == model.processor(text=["a<image> what"], **given)["input_ids"][0].tolist()
+    node.close()
+
+
+def test_the_template_of_older_processors_is_used(models, tmp_path):
+    model = models("llava")
+    shutil.copytree(model.folder, tmp_path / "old")
+    template = (tmp_path / "old" / "chat_template.jinja").read_text()
+    (tmp_path / "old" / "chat_template.jinja").unlink()
+    (tmp_path / "old" / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    node = Llm(LlmConfig(model="old", kv_bytes=4 << 20, sampling=SAMPLING))
+    node.open(OpenContext(base_dir=tmp_path))
+    assert answer(node, prompt="what is it", images=[picture()]) == text_of(
+        model, asked(None, "what is it"), [picture()]
+    )
+    node.close()
+
+
+def test_a_template_that_shows_no_pictures_is_refused(models, tmp_path):
+    shutil.copytree(models("llava").folder, tmp_path / "text")
+    (tmp_path / "text" / "chat_template.jinja").write_text(tiny.TEMPLATE)
+    node = Llm(LlmConfig(model="text", kv_bytes=4 << 20))
+    with pytest.raises(ModelError, match="0 placeholders for a picture"):
+        node.open(OpenContext(base_dir=tmp_path))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_speculation_changes_no_answer(models, family):
+    model, few = models(family), [10, 11, 12, 13]
+    sampling = {"tokens_max": 40, "ignore_eos": True, "allowed_token_ids": few}
+    plain, guessed = (opened(model, sampling=sampling, speculation=how) for how in ("none", "ngram"))
+    for seed in range(3):
+        inputs = {"prompt": "again and again, again and again", "images": [picture(20, 32, seed)]}
+        assert answer(plain, **inputs) == answer(guessed, **inputs)
+    assert engine_of(guessed).stats().accepted > 0
+    for node in (plain, guessed):
+        node.close()
+
+
+def test_figures_count_pictures(model):
+    node = opened(model, sampling=SAMPLING)
+    answer(node, prompt="a", images=[picture(seed=1), picture(seed=2)])
+    figures = node.figures()
+    assert (figures["images_encoded_total"], figures["image_encoder_calls_total"]) == (2, 1)
+    assert figures["image_cache_bytes"] > 0
+    node.close()

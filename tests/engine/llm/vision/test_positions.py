@@ -1,0 +1,59 @@
+"""Positions in three dimensions, compared with transformers' own."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from weftline.engine.llm.vision.positions import RotaryPositions
+from weftline.engine.llm.vision.prompt import PromptImage
+
+BLACK = np.zeros((1, 1, 3), np.uint8)
+
+
+def image(start: int, rows: int, columns: int) -> PromptImage:
+    return PromptImage((range(start, start + rows * columns),), (rows, columns), b"", BLACK)
+
+
+def test_a_picture_advances_by_its_longer_side():
+    found = RotaryPositions([image(2, 2, 3)])
+    assert found.rows(0, 10).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert found.shift == -3
+
+
+def test_any_part_is_the_same_part_of_all():
+    found = RotaryPositions([image(3, 2, 2), image(9, 1, 5)])
+    whole = found.rows(0, 30)
+    for start in range(30):
+        for count in range(1, 30 - start):
+            assert (found.rows(start, count) == whole[:, start : start + count]).all()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_are_those_of_transformers(models, family):
+    model, rng = models(family).reference.model, random.Random(3)
+    for _ in range(20):
+        images, kinds, at, grids = [], [], 0, []
+        for _ in range(rng.randint(1, 3)):
+            text = rng.randint(1, 9)
+            rows, columns = rng.randint(1, 5), rng.randint(1, 5)
+            images.append(image(at + text, rows, columns))
+            kinds += [0] * text + [1] * (rows * columns)
+            grids.append([1, rows * 2, columns * 2])
+            at = len(kinds)
+        kinds += [0] * rng.randint(1, 9)
+        expected, shift = model.get_rope_index(
+            torch.ones(1, len(kinds), dtype=torch.long),
+            mm_token_type_ids=torch.tensor([kinds], dtype=torch.int),
+            image_grid_thw=torch.tensor(grids),
+        )
+        found = RotaryPositions(images)
+        assert (found.rows(0, len(kinds)) == expected[:, 0].numpy()).all()
+        assert found.shift == int(shift)

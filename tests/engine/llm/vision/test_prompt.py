@@ -1,0 +1,64 @@
+"""Pictures inside the tokens of a prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from weftline.engine.llm.vision.prompt import ImageTokens, PromptImage, content_key, expand, page_key, to_prompt_image
+
+HOLE = 9
+BLACK = np.zeros((2, 3, 3), np.uint8)
+
+
+def image(*runs: range, key: bytes = b"k") -> PromptImage:
+    return PromptImage(runs, None, key, BLACK)
+
+
+def test_each_placeholder_becomes_the_tokens_of_its_picture():
+    two, tiles = ImageTokens((9, 9), (range(2),)), ImageTokens((7, 9, 9, 8, 9), (range(1, 3), range(4, 5)))
+    tokens, spans = expand([1, HOLE, 2, HOLE], HOLE, [two, tiles])
+    assert tokens == [1, 9, 9, 2, 7, 9, 9, 8, 9]
+    assert spans == [range(1, 3), range(4, 9)]
+    found = to_prompt_image(spans[1], tiles, BLACK, b"")
+    assert found.runs == (range(5, 7), range(8, 9))
+    assert (found.start, found.stop, found.features) == (5, 9, 3)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_placeholders_is_an_error(count):
+    with pytest.raises(ValueError, match=f"1 placeholders for {count}"):
+        expand([1, HOLE], HOLE, [ImageTokens((9,), (range(1),))] * count)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "parts"),
+    [
+        (0, 5, []),
+        (0, 6, [(range(5, 6), 0)]),
+        (6, 9, [(range(6, 7), 1), (range(8, 9), 2)]),
+        (7, 8, []),
+        (8, 20, [(range(8, 10), 2)]),
+    ],
+)
+def test_a_chunk_has_the_features_of_its_tokens(start, stop, parts):
+    shown = image(range(5, 7), range(8, 10))
+    assert list(shown.within(start, stop)) == parts
+    assert shown.overlaps(start, stop) == bool(parts)
+
+
+def test_a_page_is_keyed_by_the_pictures_in_it():
+    shown = [image(range(2, 6), key=b"a"), image(range(9, 12), key=b"b")]
+    assert page_key(shown, 0, 2) == page_key(shown, 6, 9) == b""
+    assert page_key(shown, 0, 4) != page_key([image(range(2, 6), key=b"c")], 0, 4)
+    assert page_key(shown, 4, 12).startswith(b"a") and b"b" in page_key(shown, 4, 12)
+
+
+def test_the_key_of_a_picture_is_of_its_pixels_shape_and_settings():
+    keys = {
+        content_key(BLACK, b"s"), content_key(BLACK, b"t"), content_key(BLACK + 1, b"s"),
+        content_key(BLACK.reshape(3, 2, 3), b"s"),
+    }  # fmt: skip
+    assert len(keys) == 4
+    assert content_key(BLACK.copy(), b"s") in keys
+    assert content_key(np.zeros((4, 3, 3), np.uint8)[::2], b"s") in keys  # memory that is not adjacent
