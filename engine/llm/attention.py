@@ -39,12 +39,16 @@ _REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_in
 
 @dataclass(slots=True)
 class Span:
-    """The rows of one sequence: `count` from `row` on are its tokens from `start` on."""
+    """The rows of one sequence: `count` from `row` on are its tokens from `start` on.
+
+    shift: difference of a token's position and its index, behind pictures of a model whose positions count these less.
+    """
 
     row: int
     start: int
     count: int
     table: PageTable
+    shift: int = 0
 
 
 class AttentionBackend(Protocol):

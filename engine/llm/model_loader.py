@@ -220,7 +220,6 @@ def load_model(
     attend: Any = attention.NAME
     if config.model_type in FAMILIES:
         kind, attend = "AutoModelForImageTextToText", {"text_config": attention.NAME, "vision_config": "sdpa"}
-        options = replace(options, fuse=False, graphs=False)  # both are made for one-dimensional positions of tokens
     progress("reading weights", 0.2)
     plan = plan_weights(options.weights, options.dtype, options.device, config, shown)
     dtype = getattr(torch, plan.dtype) if plan.dtype else _dtype(options, config)

@@ -119,7 +119,8 @@ class Runner:
                 tokens += chunk.tokens
                 places += range(start, start + count)
             keep += range(row + count - chunk.rows, row + count)
-        if self.graphs is not None:
+        shown = self.vision is not None and self.vision.shift(chunks, spans)
+        if self.graphs is not None and not shown:
             self._check_adapters(self.graphs)
             adapted = chunks if self.adapters is not None else ()
             slots = [chunk.sequence.adapter_slot for chunk in adapted for _ in range(chunk.count)]
@@ -155,6 +156,8 @@ class Runner:
             tokens.append(max(token, 0))
             origins.append(self._flying[sequence.order] if token == UNKNOWN else NOWHERE)
             draws.append(_draw(sequence, chunk.start + 1))
+        if self.vision is not None:
+            self.vision.shift(chunks, spans)
         self._check_adapters(self.graphs)
         handle = self.graphs.launch(spans, tokens, draws, origins, [s.sequence.adapter_slot for s in chunks])
         self._flying = {chunk.sequence.order: row for row, chunk in enumerate(chunks)}

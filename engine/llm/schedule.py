@@ -63,7 +63,10 @@ class ScheduledChunk:
     @property
     def plain(self) -> bool:
         """Return whether it is one token of a decoding sequence without draft tokens, as most chunks are."""
-        return self.count == 1 and self.samples and not self.sequence.forks and not self.sequence.skips_prefix_cache
+        sequence = self.sequence
+        if self.count != 1 or not self.samples or sequence.forks or sequence.skips_prefix_cache:
+            return False
+        return not sequence.images or self.start >= sequence.prompt  # a prompt's last token may be a picture's
 
     @property
     def tokens(self) -> list[int]:

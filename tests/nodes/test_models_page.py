@@ -1,4 +1,4 @@
-"""docs/models.md: every task has its row, and the step in it passes `check` and runs with the outputs that it names."""
+"""docs/models.md: every task and family has its row, and the step in it passes `check` and runs with its outputs."""
 
 import json
 import re
@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.llm.vision import tiny_vision
 from tests.nodes import random_models
 from tests.nodes.random_models import names
+from weftline import load
+from weftline.engine.llm.vision.families import FAMILIES
 from weftline.nodes.contract import Batch, OpenContext, StepContext
 from weftline.nodes.transformers_tasks.node import TASKS, Transformers
 from weftline.pipelines.check.options import to_config
@@ -38,6 +41,8 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "t5": random_models.save_t5,
     "vits": random_models.save_vits,
 }
+LINES = [line for line in PAGE.splitlines() if line[:2] == "| " and "node: llm" in line]
+FAMILY_ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in LINES]
 INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
 
 
@@ -77,3 +82,30 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
         assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
         answers = [found[port][0] for port in named if named[port] == "json"]
         assert json.loads(json.dumps(answers)) == answers
+
+
+def test_the_page_has_a_row_for_every_family() -> None:
+    assert [row[1].split("`")[1] for row in FAMILY_ROWS] == [family.architecture for family in FAMILIES.values()]
+
+
+@pytest.mark.slow(but_first=1)
+@pytest.mark.parametrize("row", FAMILY_ROWS, ids=lambda row: row[0])
+def test_the_step_of_a_family_is_checked_and_runs(tmp_path: Path, row: tuple[str, ...]) -> None:
+    _, architecture, step, outputs = row
+    model = re.findall(r"model: models/(\w+)", step)[0]
+    (tmp_path / "models" / model).mkdir(parents=True)
+    made = tiny_vision.make(model, tmp_path / "models" / model)
+    named = dict(re.findall(r"`(\w+): ([^`]+)`", outputs))
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {photo: image, words: text}\n"
+        f"outputs: {{{', '.join(f'out_{port}: look.{port}' for port in named)}}}\nsteps: {{{step.strip('`')}}}\n"
+    )
+    graph = load_file(tmp_path / "p.yaml")
+    plan = make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
+    assert {"look", "look_prompt"} <= {one.name for one in plan.steps}
+    values = {"photo": tiny_vision.picture(30, 40), "words": "what is it"}
+    with load(tmp_path / "p.yaml").open() as session:
+        found = session.run(**values)
+    assert type(made.reference).__name__ == architecture.split("`")[1]
+    assert set(found) == {f"out_{port}" for port in named}
+    assert found["out_usage"]["prompt_tokens"] > 10

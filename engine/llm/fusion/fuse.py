@@ -158,7 +158,9 @@ def fuse(model: Any, ready: Callable[[Any], None] = _nothing, done: Callable[[An
 def find_stack(model: Any) -> tuple[Any, list[Any]]:
     """Return the module that holds the list of decoder layers, and the layers; (None, []) where there is no list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    # a vision encoder may have as many layers
+    decoder = model.get_decoder() if getattr(model.config, "vision_config", None) is not None else model
+    for module in decoder.modules():
         for child in module._modules.values():
             if isinstance(child, nn.ModuleList) and len(child) == count:
                 return module, list(child)

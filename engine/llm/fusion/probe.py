@@ -106,7 +106,10 @@ def probing(model: nn.Module, form: ProbeForm) -> Iterator[None]:
 
 
 def probe_inputs(model: Any) -> dict[str, Any]:
-    """Return the probe pass's keyword arguments: `input_ids` and `position_ids` int64 [1, PROBE_ROWS]."""
+    """Return the probe pass's keyword arguments: `input_ids` and `position_ids` int64 [1, PROBE_ROWS].
+
+    Positions in three dimensions are [3, 1, PROBE_ROWS].
+    """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     farthest = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or 64
@@ -115,7 +118,10 @@ def probe_inputs(model: Any) -> dict[str, Any]:
     places = [min(at, far) for at in range(near)] + [far // 3, far // 2, far]
     ids = [(7 + 31 * at) % int(config.vocab_size) for at in range(PROBE_ROWS)]
     made = torch.tensor([ids, places], device=next(model.parameters()).device)
-    return {"input_ids": made[:1], "position_ids": made[1:], "use_cache": False}
+    positions = made[1:]
+    if rope.get("mrope_section"):  # a picture's tokens have other rows and columns than times
+        positions = torch.stack([positions, positions.flip(1), positions // 2])
+    return {"input_ids": made[:1], "position_ids": positions, "use_cache": False}
 
 
 def record_calls(modules: Iterable[nn.Module], run: Callable[[], Any]) -> dict[nn.Module, Call]:

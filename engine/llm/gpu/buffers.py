@@ -186,8 +186,7 @@ class RoundBuffers:
     def _fill_rows(self, host: dict[str, Any], spans: Sequence[Span], count: int, rows: int) -> None:
         size = self.page_tokens
         if count == len(spans):
-            starts = [span.start for span in spans]
-            host["positions"][:count] = starts
+            host["positions"][:count] = [span.start + span.shift for span in spans]
             host["slots"][:count] = [s.table.pages[s.start // size] * size + s.start % size for s in spans]
         else:
             row = 0
@@ -195,7 +194,7 @@ class RoundBuffers:
                 places = np.arange(span.start, span.start + span.count)
                 first = span.start // size
                 pages = np.array(span.table.pages[first : (span.start + span.count - 1) // size + 1], np.int64)
-                host["positions"][row : row + span.count] = places
+                host["positions"][row : row + span.count] = places + span.shift
                 host["slots"][row : row + span.count] = pages[places // size - first] * size + places % size
                 row += span.count
         host["positions"][count:rows] = 0

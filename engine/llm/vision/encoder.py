@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weftline.engine.llm.attention import Span
 from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.vision.families import Family
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
@@ -59,6 +60,17 @@ class ImageEncoder:
     def forget(self) -> None:
         """Drop all features."""
         self.cache.clear()
+
+    def shift(self, chunks: Sequence[ScheduledChunk], spans: Sequence[Span]) -> bool:
+        """Set the shift of each chunk's span; return whether a chunk has features, so that it needs `inputs`."""
+        if not self._family.rotary:
+            return any(True for chunk in chunks for _ in _images_in(chunk))
+        for chunk, span in zip(chunks, spans, strict=True):
+            if any(True for _ in _images_in(chunk)):
+                return True
+            rotary = chunk.sequence.rotary
+            span.shift = 0 if rotary is None else rotary.shift_at(chunk.start)
+        return False
 
     def inputs(self, chunks: Sequence[ScheduledChunk], tokens: Sequence[int], places: Sequence[int]) -> dict[str, Any]:
         """Return the model's inputs for a round: tokens, or their embeddings where rows have features; positions."""

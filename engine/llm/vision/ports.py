@@ -64,6 +64,4 @@ def image_notes(config: LlmConfig, base_dir: Path) -> Sequence[str]:
     found = find_config(config.model, base_dir)
     if found is not None and found.get("model_type") in TEXT_ONLY and found.get("vision_config"):
         return [f"{config.model} reads texts only: input {IMAGES} is supported for {listed()}"]
-    if family_of(found) is None:
-        return []
-    return ["rounds of a model for pictures run unfused and without CUDA graphs"]
+    return []

@@ -37,6 +37,10 @@ class RotaryPositions:
         self._known = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int64)
         self.shift = position - known
 
+    def shift_at(self, start: int) -> int:
+        """Return the difference of position and index of the text from token `start` to the next picture."""
+        return self.shift if start >= self._known.shape[1] else int(self._known[0, start]) - start
+
     def rows(self, start: int, count: int) -> np.ndarray:
         """Return the positions of `count` tokens from `start` on, int64 [3, count]."""
         inside = self._known[:, start : start + count]

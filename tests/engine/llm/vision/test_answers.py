@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.llm.vision.tiny_vision import FAMILIES, TinyVision, asked, picture
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.fusion.probe import PROBE_ROWS, probe_inputs
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.params import SamplingParams
@@ -150,3 +151,38 @@ def test_several_answers_to_one_prompt_share_its_pictures(models):
     assert len({tuple(found[2, index]) for index in range(3)}) == 3
     assert engine.runner.vision.encoded == 1
     node.close()
+
+
+def test_several_answers_are_computed_again_with_their_pictures(models):
+    model = models("qwen2_vl")
+    node = opened(model, page_tokens=4)
+    page_bytes = engine_of(node).runner.page_bytes
+    node.close()
+    node = opened(model, page_tokens=4, kv_bytes=24 * page_bytes)
+    engine, found = engine_of(node), dict[tuple[int, int], list[int]]()
+    engine._cache.enabled = False  # a preempted answer finds no page of its prompt
+    for id, request in enumerate((ONE, OTHER)):
+        add(node, id, request, n=2, tokens_max=24, ignore_eos=True)
+    while engine.busy:
+        for update in engine.step():
+            found.setdefault((update.id, update.index), []).extend(update.tokens)
+    assert engine.stats().preemptions > 0
+    for id, right in enumerate(expected(model, (ONE, OTHER))):
+        assert found[id, 0][: len(right)] == found[id, 1][: len(right)] == right
+        assert found[id, 0] == found[id, 1]
+    node.close()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "idefics3"])
+def test_layers_of_the_decoder_are_fused(models, family):
+    node = opened(models(family))
+    report = engine_of(node).runner.fusion
+    assert report.counts["layer"] == 2  # the vision encoder has as many
+    node.close()
+
+
+def test_the_fusion_of_layers_is_probed_with_positions_of_pictures(models):
+    positions = probe_inputs(models("qwen2_vl").reference)["position_ids"]
+    assert positions.shape == (3, 1, PROBE_ROWS)
+    assert not (positions[0] == positions[1]).all()
+    assert not (positions[1] == positions[2]).all()

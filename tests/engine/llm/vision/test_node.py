@@ -16,6 +16,8 @@ from tests.engine.llm.vision.test_answers import engine_of, expected, opened
 from tests.engine.llm.vision.tiny_vision import TinyVision, asked, picture
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
+from weftline.engine.llm.vision.layout import FixedLayout
+from weftline.engine.llm.vision.reader import ImageReader
 from weftline.errors import InputError, ModelError
 from weftline.nodes.contract import OpenContext, Piece
 from weftline.nodes.template import PICTURE
@@ -193,3 +195,14 @@ def test_figures_count_pictures(model):
     assert (figures["images_encoded_total"], figures["image_encoder_calls_total"]) == (2, 1)
     assert figures["image_cache_bytes"] > 0
     node.close()
+
+
+def test_a_template_that_shows_a_picture_of_its_own_is_an_error():
+    reader = ImageReader(FixedLayout(5, 2), 5, b"", 100)
+    with pytest.raises(InputError, match="shows a picture, and the request has none"):
+        reader.read({"prompt": "a"}, lambda inputs, mark: [1, 5])
+    with pytest.raises(InputError, match="2 placeholders for 1 pictures"):
+        reader.read({"prompt": "a", "images": [picture()]}, lambda inputs, mark: [1, 5, 5])
+    tokens, (image,) = reader.read({"prompt": "a", "images": [picture()]}, lambda inputs, mark: [1, 5])
+    assert tokens == [1, 5, 5]
+    assert image.runs == (range(1, 3),)

@@ -110,12 +110,6 @@ def test_a_model_whose_texts_alone_are_read_has_a_note(tmp_path, texts):
     assert "reads texts only" in note
 
 
-def test_the_plan_notes_what_is_off(models):
-    folder = models("llava").folder
-    (note,) = Llm.plan_notes(LlmConfig(model=folder.name), StepContext(folder.parent))
-    assert "unfused" in note
-
-
 def test_a_folder_without_settings_of_its_pictures_is_refused(models, tmp_path):
     shutil.copytree(models("llava").folder, tmp_path / "bare")
     for path in (tmp_path / "bare").glob("*processor_config.json"):
