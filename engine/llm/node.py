@@ -111,9 +111,9 @@ class Llm(StreamNode):
             return _head_ports(config, found)
         return Ports(
             inputs=(
-                *image_ports(config, found, step),
                 port("prompt", "text", optional=True, about="user message; either this or messages"),
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
+                *image_ports(config, found, step),
                 port("tools", "json", optional=True, about="tool definitions, as the chat template expects them"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
