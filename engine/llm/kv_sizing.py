@@ -131,7 +131,16 @@ def compute_largest(runner: Runner, limits: RoundLimits) -> None:
             raise
         _log.warning("no memory for a round of %d tokens: rounds will be smaller", limits.tokens_max)
     if runner.vision is not None:
+        _compute_largest_pictures(runner)
+
+
+def _compute_largest_pictures(runner: Runner) -> None:
+    try:
         runner.vision.compute_largest(runner.context_max)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        _log.warning("no memory to encode the largest pictures: requests with such pictures will fail")
 
 
 def _dummy_sequence(runner: Runner, order: int, tokens: int) -> SequenceState:

@@ -25,8 +25,9 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import FIX, check_kind
 from weftline.engine.llm.fusion.fuse import FusionReport, find_stack, fuse
 from weftline.engine.llm.quantised import Quantiser, find_method, plan_weights
-from weftline.engine.llm.vision.families import FAMILIES
+from weftline.engine.llm.vision.families import FAMILIES, check_family
 from weftline.errors import ModelError, first_line
+from weftline.nodes.contract import ConfigError
 from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
 
 _BY_LAYER = (None, "fp8")
@@ -217,6 +218,7 @@ def load_model(
         fix = "" if Path(source).is_dir() else hub_fix(str(source))
         raise ModelError(f"model {shown}: its config cannot be read: {reason}{fix}") from None
     check_kind(config, shown)
+    _check_family(config, shown)
     attend: Any = attention.NAME
     if config.model_type in FAMILIES:
         kind, attend = "AutoModelForImageTextToText", {"text_config": attention.NAME, "vision_config": "sdpa"}
@@ -362,6 +364,14 @@ def _check_folder(source: str | Path, shown: str) -> None:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, UnicodeError) as error:
         raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error):.300}") from None
+
+
+def _check_family(config: Any, shown: str) -> None:
+    """Raise ModelError for a vision-language model that is not supported, such as one just downloaded."""
+    try:
+        check_family(config.to_dict(), shown)
+    except ConfigError as error:
+        raise ModelError(f"model {error.found}; expected {error.expected}") from None
 
 
 def _dtype(options: RunnerOptions, config: Any) -> Any:

@@ -43,7 +43,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
     runner = _runner(config, context, config.model, config.kv_bytes)
     source = local_or_hub(config.model, context.base_dir)
     tokens = Tokens.open(source, runner.context_max, config.model)
-    images = open_reader(runner, tokens, source, context.base_dir, config.model, config.image_cache_bytes)
+    images = open_reader(runner, tokens, source, context.base_dir, config)
     for name, folder in config.adapters.items():
         runner.load_adapter(name, Path(local_or_hub(folder, context.base_dir)), folder)
     limits = round_limits(config, context.device)

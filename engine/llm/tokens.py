@@ -305,8 +305,9 @@ def _content(where: str, content: object, optional: bool) -> str:
     if isinstance(content, list):
         for place, part in enumerate(content):
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise InputError(
-                    f"{where}[{place}]: expected {{type: text, text: ...}}; pictures are steps of their own"
+                    f"{where}[{place}]: found a part of type {kind!s:.40}, expected {{type: text, text: ...}}"
                 )
         return "".join(part["text"] for part in content)
     raise InputError(f"{where}: found {type(content).__name__}, expected text")

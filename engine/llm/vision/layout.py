@@ -157,4 +157,4 @@ def _fixed_count(config: Any, processor: Any) -> int:
     patch = int(config.vision_config.patch_size)
     class_token = config.vision_config.model_type == "clip_vision_model"
     left_out = config.vision_feature_select_strategy == "default"
-    return (height // patch) * (width // patch) + class_token - left_out
+    return (height // patch) * (width // patch) + int(class_token) - int(left_out)

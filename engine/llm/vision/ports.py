@@ -32,7 +32,7 @@ def image_ports(config: LlmConfig, found: Mapping[str, Any] | None, step: StepCo
             raise ConfigError("model", reads, f"a model for input {IMAGES}: {listed()}")
         return ()
     if family is not None:
-        _check_options(config)
+        check_options(config)
         check_processor(find_folder(config.model, step.base_dir), config.model)
     wired = step.types.get(IMAGES)
     type = _ONE if wired is not None and wired.kind == "image" else _MANY
@@ -46,7 +46,8 @@ def check_draft(found: Mapping[str, Any] | None, draft_model: str) -> None:
         raise ConfigError("draft_model", f"{draft_model} is a {name:.80}, which reads pictures", "a model for texts")
 
 
-def _check_options(config: LlmConfig) -> None:
+def check_options(config: LlmConfig) -> None:
+    """Raise ConfigError for an option that a model with pictures does not have."""
     unsupported = {
         "speculation": config.speculation == "draft",
         "adapters": bool(config.adapters),

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.tokens import Tokens
 from weftline.engine.llm.vision.encoder import ImageEncoder
@@ -24,8 +25,10 @@ from weftline.engine.llm.vision.messages import (
     mark_messages,
     mark_prompt,
 )
+from weftline.engine.llm.vision.ports import check_options
 from weftline.engine.llm.vision.prompt import PromptImage, expand, to_prompt_image
 from weftline.errors import InputError, ModelError
+from weftline.nodes.contract import ConfigError
 from weftline.nodes.hugging_face import fetch_folder, read_json, reason_without_path
 
 Encode = Callable[[Mapping[str, Any], str], list[int]]
@@ -83,7 +86,7 @@ class ImageReader:
 
 
 def open_reader(
-    runner: Runner, tokens: Tokens, source: str | Path, base_dir: Path, shown: str, cache_bytes: int
+    runner: Runner, tokens: Tokens, source: str | Path, base_dir: Path, options: LlmConfig
 ) -> ImageReader | None:
     """Prepare an opened model for pictures, and return what reads them; None for a model of texts.
 
@@ -93,6 +96,11 @@ def open_reader(
     family = FAMILIES.get(config.model_type)
     if family is None:
         return None
+    shown = options.model
+    try:
+        check_options(options)  # a model that was just downloaded
+    except ConfigError as error:
+        raise ModelError(f"{error.option}: {error.found}, expected {error.expected}") from None
     processor = _load_processor(source, shown)
     placeholder = int(config.image_token_id)
     tokens.image_token = tokens.tokenizer.convert_ids_to_tokens(placeholder) or ""
@@ -101,7 +109,7 @@ def open_reader(
         _use_template_of_processor(tokens, shown, base_dir)
         _check_template(tokens, placeholder)
         layout = layout_of(family, config, processor, tokens.image_token, tokens.encode_control)
-        runner.vision = ImageEncoder(runner.model, family, processor, layout, FeatureCache(cache_bytes))
+        runner.vision = ImageEncoder(runner.model, family, processor, layout, FeatureCache(options.image_cache_bytes))
         runner.vision.check()
     except ModelError as error:
         raise ModelError(f"model {shown}: {error}") from None

@@ -206,3 +206,19 @@ def test_a_template_that_shows_a_picture_of_its_own_is_an_error():
     tokens, (image,) = reader.read({"prompt": "a", "images": [picture()]}, lambda inputs, mark: [1, 5])
     assert tokens == [1, 5, 5]
     assert image.runs == (range(1, 3),)
+
+
+def test_a_family_that_was_not_checked_is_refused_when_it_opens(models, tmp_path):
+    shutil.copytree(models("llava").folder, tmp_path / "next")
+    config = tmp_path / "next" / "config.json"
+    found = json.loads(config.read_text())
+    found |= {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
+    config.write_text(json.dumps(found))
+    node = Llm(LlmConfig(model="next"))
+    with pytest.raises(
+        ModelError, match="pictures are not supported here; expected a model for texts, or one of Llava"
+    ):
+        node.open(OpenContext(base_dir=tmp_path))
+    node = Llm(LlmConfig(model=models("llava").folder.name, adapters={"a": "b"}))
+    with pytest.raises(ModelError, match="adapters: found"):
+        node.open(OpenContext(base_dir=models("llava").folder.parent))
