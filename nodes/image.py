@@ -165,6 +165,12 @@ def _bmp(data: bytes) -> ImageHeader:
 PIXELS_MAX = 16_000_000
 """Default limit, width times height: 16 million pixels are 48 MB decoded."""
 
+IMAGES_MAX = 32
+"""Most pictures of one conversation or prompt."""
+
+MESSAGE_IMAGE_BYTES_MAX = 20 << 20
+"""Most bytes of one encoded picture in a message of a conversation."""
+
 METADATA_BYTES_MAX = 4 << 20
 """Most bytes of colour profile, EXIF and the like: a large print profile is 2 MB, a hostile one is unlimited."""
 

@@ -20,13 +20,10 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.llm.vision.families import listed
-from weftline.engine.llm.vision.prompt import IMAGES_MAX
 from weftline.errors import InputError
-from weftline.nodes.image import PIXELS_MAX, decode_image
+from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX, PIXELS_MAX, decode_image
 from weftline.nodes.template import PICTURE
 
-IMAGE_BYTES_MAX = 20 << 20
-"""Most bytes of one encoded picture in a message."""
 REQUEST_PIXELS_MAX = 4 * PIXELS_MAX
 """Most pixels of all pictures in the messages of a request."""
 _MARKS = range(0xE000, 0xF8FF)
@@ -198,9 +195,9 @@ def data_of_url(part: Mapping[str, Any], where: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InputError(f"{where}: expected data:image/...;base64,...", param="messages")
-    if len(data) * 3 // 4 > IMAGE_BYTES_MAX:
+    if len(data) * 3 // 4 > MESSAGE_IMAGE_BYTES_MAX:
         found = f"found a picture of about {len(data) * 3 // 4} bytes"
-        raise InputError(f"{where}: {found}, expected at most {IMAGE_BYTES_MAX}", param="messages")
+        raise InputError(f"{where}: {found}, expected at most {MESSAGE_IMAGE_BYTES_MAX}", param="messages")
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-IMAGES_MAX = 32
-"""Most pictures of one request."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.llm.vision.messages import IMAGE_BYTES_MAX
-from weftline.engine.llm.vision.prompt import IMAGES_MAX
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.ports import ChatPorts
+from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
@@ -143,8 +142,8 @@ def _shown(where: str, content: list[Any]) -> list[dict[str, Any]]:
         at = f"{where}[{place}]"
         if _is_picture(part):
             url, data = _data_url(part, at)
-            if len(data) * 3 // 4 > IMAGE_BYTES_MAX:
-                size = f"about {len(data) * 3 // 4} bytes, expected at most {IMAGE_BYTES_MAX}"
+            if len(data) * 3 // 4 > MESSAGE_IMAGE_BYTES_MAX:
+                size = f"about {len(data) * 3 // 4} bytes, expected at most {MESSAGE_IMAGE_BYTES_MAX}"
                 raise HttpError(f"{at}.image_url.url: found a picture of {size}", param="messages")
             parts.append({"type": "image_url", "image_url": {"url": url}})
         elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):

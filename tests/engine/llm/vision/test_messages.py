@@ -112,7 +112,7 @@ def test_pictures_have_limits(monkeypatch):
     mark_messages([user(part(url(A)), part(url(A)))], [], MARK)
     with pytest.raises(InputError, match="pixels"):
         mark_messages([user(*[part(url(A))] * 3)], [], MARK)
-    monkeypatch.setattr(messages, "IMAGE_BYTES_MAX", 10)
+    monkeypatch.setattr(messages, "MESSAGE_IMAGE_BYTES_MAX", 10)
     with pytest.raises(InputError, match="expected at most 10"):
         mark_messages([user(part(url(A)))], [], MARK)
 

@@ -129,3 +129,35 @@ def test_tools_are_refused_where_none_can_be_called_and_never_forced() -> None:
     with pytest.raises(HttpError, match="has no tools"):
         chat_inputs(body({"messages": said, "tools": [{}]}), PLAIN)
     assert "tools" not in chat_inputs(body({"messages": said, "tools": [{}], "tool_choice": "none"}), LLM)
+
+
+SEES = chat_ports(info("m", {"messages": "json", "images": "list[image]?"}, {"text": "text"}))
+
+
+def test_pictures_stay_in_the_messages_of_a_model_without_inputs_for_them() -> None:
+    first = {"role": "user", "content": [picture(), {"type": "text", "text": "what?"}]}
+    said = [first, {"role": "assistant", "content": "a dog"}, user({"type": "text", "text": "sure?"})]
+    for ports in (SEES, chat_ports(info("m", {"messages": "json"}, {"text": "text"}))):
+        assert chat_inputs(body({"messages": said}), ports) == {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": URL}}, first["content"][1]]},
+                {"role": "assistant", "content": "a dog"},
+                {"role": "user", "content": "sure?"},
+            ]
+        }
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ([picture("https://example.org/a.png")], "fetches no URLs"),
+        ([picture("data:image/png,plain")], "base64"),
+        ([picture(), {"type": "input_audio"}], r"content\[1\]: expected a part of type text or image_url"),
+        ([picture()] * 33, "found 33 pictures, expected at most 32"),
+        ([picture("data:image/png;base64," + "A" * (28 << 20))], "expected at most 20971520"),
+    ],
+)
+def test_pictures_that_stay_have_limits(parts: list[Any], named: str) -> None:
+    with pytest.raises(HttpError, match=named) as refused:
+        chat_inputs(body({"messages": [user(*parts)]}), SEES)
+    assert refused.value.param == "messages"
