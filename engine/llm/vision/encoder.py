@@ -47,15 +47,22 @@ class ImageEncoder:
         self._layout = layout
         self._embedding = model.get_input_embeddings()
         self._pending: dict[FeatureKey, tuple[int, PromptImage]] = {}  # of live requests, not encoded yet
+        self._held: dict[int, int] = {}  # bytes of the pixels of each live request
 
     def hold(self, id: int, salt: bytes, images: Sequence[PromptImage]) -> None:
         """Announce the pictures of a request: they may be encoded together with those of others."""
+        self._held[id] = sum(image.pixels.nbytes for image in images)
         for image in images:
             self._pending.setdefault((salt, image.key), (id, image))
 
     def release(self, id: int) -> None:
         """Forget the pictures of a request that has ended."""
+        self._held.pop(id, None)
         self._pending = {key: one for key, one in self._pending.items() if one[0] != id}
+
+    def held_bytes(self) -> int:
+        """Return the bytes of the pixels of live requests."""
+        return sum(self._held.values())
 
     def forget(self) -> None:
         """Drop all features."""

@@ -64,7 +64,7 @@ class GridLayout:
     def tokens_of(self, height: int, width: int) -> ImageTokens:
         if max(height, width) > ASPECT_MAX * min(height, width):
             found = f"found a picture of {width} x {height} pixels"
-            raise InputError(f"images: {found}, expected sides of a ratio of at most {ASPECT_MAX}", param="images")
+            raise InputError(f"{found}, expected sides of a ratio of at most {ASPECT_MAX}")
         rows, columns = self._grid(height, width)
         count = rows * columns
         return ImageTokens((self.placeholder,) * count, (range(count),), (rows, columns))

@@ -27,9 +27,12 @@ from weftline.engine.llm.vision.messages import (
 )
 from weftline.engine.llm.vision.ports import check_options
 from weftline.engine.llm.vision.prompt import PromptImage, expand, to_prompt_image
-from weftline.errors import InputError, ModelError
+from weftline.errors import InputError, LimitReached, ModelError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.hugging_face import fetch_folder, read_json, reason_without_path
+
+HELD_BYTES_MAX = 1 << 30
+"""Pixels of live requests above which further pictures are refused: a small file may decode to 48 MB."""
 
 Encode = Callable[[Mapping[str, Any], str], list[int]]
 """From inputs `prompt` or `messages` with marks, and the mark, to the prompt's tokens."""
@@ -42,12 +45,14 @@ class ImageReader:
     layout:      tokens of a picture.   placeholder: the token that the chat template writes for it.
     settings:    hash of what processes pixels.
     context_max: most tokens of a prompt and its answer.
+    held_bytes:  returns the bytes of the pixels of live requests.
     """
 
     layout: ImageLayout
     placeholder: int
     settings: bytes
     context_max: int
+    held_bytes: Callable[[], int] = lambda: 0
 
     def read(self, inputs: Mapping[str, Any], encode: Encode) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a prompt, and its pictures; InputError where they do not fit together."""
@@ -57,6 +62,11 @@ class ImageReader:
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if not given and not has_images(messages):
             return self._without(encode(inputs, "")), ()
+        if self.held_bytes() > HELD_BYTES_MAX:
+            found = f"pictures of requests inside take {self.held_bytes()} bytes"
+            raise LimitReached(
+                f"{found}, and the limit is {HELD_BYTES_MAX}; send the request again when some have ended"
+            )
         mark = free_mark([prompt, messages])
         if isinstance(messages, list):
             marked, pictures = mark_messages(messages, given, mark)
@@ -65,15 +75,20 @@ class ImageReader:
             pictures = given
             shown = mark_prompt(prompt, len(given), mark) if isinstance(prompt, str) and prompt else prompt
             ids = encode({**inputs, "prompt": shown}, mark)
-        return self._expanded(ids, pictures)
+        return self._expanded(ids, pictures, "images" if messages is None else "messages")
 
     def _without(self, ids: list[int]) -> list[int]:
         if self.placeholder in ids:
             raise InputError("messages: the model's chat template shows a picture, and the request has none")
         return ids
 
-    def _expanded(self, ids: list[int], pictures: Sequence[np.ndarray]) -> tuple[list[int], tuple[PromptImage, ...]]:
-        laid_out = [self.layout.tokens_of(*picture.shape[:2]) for picture in pictures]
+    def _expanded(
+        self, ids: list[int], pictures: Sequence[np.ndarray], param: str
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
+        try:
+            laid_out = [self.layout.tokens_of(*picture.shape[:2]) for picture in pictures]
+        except InputError as error:
+            raise InputError(f"{param}: {error}", param=param) from None
         try:
             tokens, spans = expand(ids, self.placeholder, laid_out)
         except ValueError as error:
@@ -113,7 +128,8 @@ def open_reader(
         runner.vision.check()
     except ModelError as error:
         raise ModelError(f"model {shown}: {error}") from None
-    return ImageReader(layout, placeholder, _settings(processor, config.model_type), runner.context_max)
+    settings = _settings(processor, config.model_type)
+    return ImageReader(layout, placeholder, settings, runner.context_max, runner.vision.held_bytes)
 
 
 def _load_processor(source: str | Path, shown: str) -> Any:

@@ -18,7 +18,7 @@ from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.vision.layout import FixedLayout
 from weftline.engine.llm.vision.reader import ImageReader
-from weftline.errors import InputError, ModelError
+from weftline.errors import InputError, LimitReached, ModelError
 from weftline.nodes.contract import OpenContext, Piece
 from weftline.nodes.template import PICTURE
 
@@ -222,3 +222,26 @@ def test_a_family_that_was_not_checked_is_refused_when_it_opens(models, tmp_path
     node = Llm(LlmConfig(model=models("llava").folder.name, adapters={"a": "b"}))
     with pytest.raises(ModelError, match="adapters: found"):
         node.open(OpenContext(base_dir=models("llava").folder.parent))
+
+
+def test_pixels_of_live_requests_have_a_limit(models, monkeypatch):
+    model = models("llava")
+    monkeypatch.setattr("weftline.engine.llm.vision.reader.HELD_BYTES_MAX", 1000)
+    node = opened(model, sampling=SAMPLING)
+    for item in (1, 2, 3):  # one may have more than the limit
+        node.submit(item, {"prompt": "a", "images": [picture(20, 20)]} if item < 3 else {"prompt": "a"})
+    last: dict[int, Piece] = {}
+    while node.busy:
+        last |= {piece.item: piece for piece in node.round()}
+    assert isinstance(last[2].error, LimitReached)
+    assert last[1].error is None and last[3].error is None
+    assert engine_of(node).runner.vision.held_bytes() == 0
+    assert answer(node, prompt="a", images=[picture(20, 20)])
+    node.close()
+
+
+def test_answers_about_pictures_can_be_constrained(model):
+    node = opened(model, sampling=SAMPLING)
+    texts = {answer(node, prompt="a", images=[picture(seed=1)], sampling={"choice": ["yes", "no"]})}
+    assert texts <= {"yes", "no"}
+    node.close()
