@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +19,9 @@ from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.vision.decoding import DecodingThread
 from weftline.engine.llm.vision.families import check_family, family_of
-from weftline.engine.llm.vision.messages import refuse_images
+from weftline.engine.llm.vision.messages import refuse_images, shows_pictures
 from weftline.engine.llm.vision.ports import IMAGE_TEXT_CLASS, check_draft, image_notes, image_ports
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from weftline.engine.llm.engine import Engine
     from weftline.engine.llm.tokens import Tokens
     from weftline.engine.llm.vision.prompt import PromptImage
-    from weftline.engine.llm.vision.reader import ImageReader
+    from weftline.engine.llm.vision.reader import ImageReader, Taken
 
 _TASK_KINDS = {
     "generate": ((LANGUAGE_MODEL, GENERATION), "a language model (...ForCausalLM)"),
@@ -78,6 +80,16 @@ class _Submitted:
     now_ms: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Request:
+    """An item as it was submitted."""
+
+    item: int
+    inputs: Mapping[str, Any]
+    urgency: Urgency
+    now_ms: float
+
+
 class Llm(StreamNode):
     """Answer prompts or conversations with a transformers model, batched continuously, streaming."""
 
@@ -91,6 +103,7 @@ class Llm(StreamNode):
         self._engine: Engine | None = None
         self._tokens: Tokens | None = None
         self._images: ImageReader | None = None
+        self._decoding: DecodingThread[_Request, Taken] | None = None
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
         self._refused: list[Piece] = []
@@ -143,6 +156,7 @@ class Llm(StreamNode):
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens, self._images = open_engine(self.config, context)
+        self._decoding = DecodingThread() if self._images is not None else None
         self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
@@ -193,18 +207,28 @@ class Llm(StreamNode):
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._tokens = self._images = None
+        if self._decoding is not None:
+            self._decoding.close()
+        self._engine = self._tokens = self._images = self._decoding = None
         self._outputs.clear()
         self._long.clear()
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
+        request = _Request(item, inputs, urgency, _now_ms())
+        if self._decoding is not None and self._images is not None and shows_pictures(inputs):
+            self._decoding.add(item, request, partial(self._images.take, inputs))
+        else:
+            self._prepare(request)
+
+    def _prepare(self, request: _Request, taken: Taken | None = None) -> None:
+        """Check a request and hand it to the engine. taken: its inputs without their pictures, and these."""
         engine, words = self._opened()
-        now_ms = _now_ms()
+        item, inputs, urgency, now_ms = request.item, request.inputs, request.urgency, request.now_ms
         deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             pool = engine.runner.head is not None
             params = SamplingParams() if pool else self._params(inputs, urgency.seed)
-            tokens, images = (words.raw(inputs["text"] or " "), ()) if pool else self._prompt(inputs)
+            tokens, images = (words.raw(inputs["text"] or " "), ()) if pool else self._prompt(inputs, taken)
             fixed = self._fixed(tokens)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
@@ -244,6 +268,8 @@ class Llm(StreamNode):
     def cancel(self, item: int) -> None:
         engine, _ = self._opened()
         self._refused = [piece for piece in self._refused if piece.item != item]
+        if self._decoding is not None and self._decoding.cancel(item):
+            self._counters.dropped += 1
         if any(one.item == item for one in self._long):
             self._long = [one for one in self._long if one.item != item]
             self._counters.dropped += 1
@@ -268,7 +294,7 @@ class Llm(StreamNode):
             stats.pages_used * stats.page_bytes,
             stats.pages_idle * stats.page_bytes,
             stats.pages_free * stats.page_bytes,
-            stats.waiting + len(self._long),
+            stats.waiting + len(self._long) + len(self._decoding or ()),
             stats.preemptions,
             max((self._wanted_bytes(one) for one in self._long), default=0),
         )
@@ -307,6 +333,11 @@ class Llm(StreamNode):
         engine, _ = self._opened()
         if not engine.busy and not engine.recorded:
             engine.record(most=1)
+        for request, taken in self._decoding.finished(idle=not engine.busy) if self._decoding is not None else ():
+            if isinstance(taken, WeftlineError):
+                self._refuse(request.item, taken)
+            else:
+                self._prepare(request, taken)
         pieces, self._refused = self._refused, []
         for update in engine.step(_now_ms()):
             self._take(update, pieces)
@@ -315,7 +346,9 @@ class Llm(StreamNode):
     @property
     def busy(self) -> bool:
         engine = self._engine
-        return bool(self._refused) or (engine is not None and (engine.busy or not engine.recorded))
+        return (
+            bool(self._refused) or bool(self._decoding) or (engine is not None and (engine.busy or not engine.recorded))
+        )
 
     def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
         params: SamplingParams = self.config.sampling
@@ -325,10 +358,12 @@ class Llm(StreamNode):
             params = SamplingParams.read(inputs["sampling"], params)
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
-    def _prompt(self, inputs: Mapping[str, Any]) -> tuple[list[int], tuple[PromptImage, ...]]:
+    def _prompt(
+        self, inputs: Mapping[str, Any], taken: Taken | None = None
+    ) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a request's prompt, and its pictures."""
         if self._images is not None:
-            return self._images.read(inputs, self._prompt_tokens)
+            return self._images.lay_out(taken or self._images.take(inputs), self._prompt_tokens)
         refuse_images(inputs, self.config.model)
         return self._prompt_tokens(inputs), ()
 

@@ -160,10 +160,16 @@ def has_images(messages: object) -> bool:
     return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
 
 
+def shows_pictures(inputs: Mapping[str, Any]) -> bool:
+    """Return whether a request has pictures."""
+    found = inputs.get("images")
+    return (found is not None and len(found) > 0) or has_images(inputs.get("messages"))
+
+
 def refuse_images(inputs: Mapping[str, Any], shown: str) -> None:
     """Raise InputError for pictures in a request to a model of texts."""
-    for param, found in (("images", inputs.get("images")), ("messages", has_images(inputs.get("messages")))):
-        if found:
+    for param in ("images", "messages"):
+        if shows_pictures({param: inputs.get(param)}):
             reads = f"{shown} reads texts only; pictures need one of {listed()}"
             raise InputError(f"{param}: found pictures, and model {reads}", param=param)
 

@@ -97,10 +97,10 @@ def expand(ids: Sequence[int], placeholder: int, images: Sequence[ImageTokens]) 
     return tokens, spans
 
 
-def to_prompt_image(span: range, tokens: ImageTokens, pixels: np.ndarray, settings: bytes) -> PromptImage:
-    """Return a picture at `span` of a prompt. settings: hash of what processes its pixels."""
+def to_prompt_image(span: range, tokens: ImageTokens, pixels: np.ndarray, key: bytes) -> PromptImage:
+    """Return a picture at `span` of a prompt."""
     runs = tuple(range(span.start + run.start, span.start + run.stop) for run in tokens.runs)
-    return PromptImage(runs, tokens.grid, content_key(pixels, settings), pixels)
+    return PromptImage(runs, tokens.grid, key, pixels)
 
 
 def content_key(pixels: np.ndarray, settings: bytes) -> bytes:

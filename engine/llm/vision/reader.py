@@ -26,7 +26,7 @@ from weftline.engine.llm.vision.messages import (
     mark_prompt,
 )
 from weftline.engine.llm.vision.ports import check_options
-from weftline.engine.llm.vision.prompt import PromptImage, expand, to_prompt_image
+from weftline.engine.llm.vision.prompt import PromptImage, content_key, expand, to_prompt_image
 from weftline.errors import InputError, LimitReached, ModelError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.hugging_face import fetch_folder, read_json, reason_without_path
@@ -36,6 +36,18 @@ HELD_BYTES_MAX = 1 << 30
 
 Encode = Callable[[Mapping[str, Any], str], list[int]]
 """From inputs `prompt` or `messages` with marks, and the mark, to the prompt's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A request's inputs with a mark for each picture.
+
+    pictures: uint8 [H, W, 3] in order, each with the hash of its content.
+    """
+
+    inputs: Mapping[str, Any]
+    mark: str = ""
+    pictures: tuple[tuple[np.ndarray, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +68,35 @@ class ImageReader:
 
     def read(self, inputs: Mapping[str, Any], encode: Encode) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a prompt, and its pictures; InputError where they do not fit together."""
+        return self.lay_out(self.take(inputs), encode)
+
+    def take(self, inputs: Mapping[str, Any]) -> Taken:
+        """Return a request's inputs with marks for pictures, and these decoded. May run in another thread."""
         found = inputs.get("images")
         given = [found] if isinstance(found, np.ndarray) else list(found or ())  # of type image, or list[image]
         check_count(len(given), "images")
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if not given and not has_images(messages):
-            return self._without(encode(inputs, "")), ()
-        if self.held_bytes() > HELD_BYTES_MAX:
-            found = f"pictures of requests inside take {self.held_bytes()} bytes"
-            raise LimitReached(
-                f"{found}, and the limit is {HELD_BYTES_MAX}; send the request again when some have ended"
-            )
+            return Taken(inputs)
         mark = free_mark([prompt, messages])
         if isinstance(messages, list):
             marked, pictures = mark_messages(messages, given, mark)
-            ids = encode({**inputs, "messages": marked}, mark)
+            shown = {**inputs, "messages": marked}
         else:
             pictures = given
-            shown = mark_prompt(prompt, len(given), mark) if isinstance(prompt, str) and prompt else prompt
-            ids = encode({**inputs, "prompt": shown}, mark)
-        return self._expanded(ids, pictures, "images" if messages is None else "messages")
+            texts = mark_prompt(prompt, len(given), mark) if isinstance(prompt, str) and prompt else prompt
+            shown = {**inputs, "prompt": texts}
+        return Taken(shown, mark, tuple((one, content_key(one, self.settings)) for one in pictures))
+
+    def lay_out(self, taken: Taken, encode: Encode) -> tuple[list[int], tuple[PromptImage, ...]]:
+        """Return the tokens of a prompt, and its pictures in it."""
+        ids = encode(taken.inputs, taken.mark)
+        if not taken.pictures:
+            return self._without(ids), ()
+        if self.held_bytes() > HELD_BYTES_MAX:
+            size = f"pictures of requests inside take {self.held_bytes()} bytes"
+            raise LimitReached(f"{size}, and the limit is {HELD_BYTES_MAX}; send it again when some have ended")
+        return self._expanded(ids, taken.pictures, "images" if taken.inputs.get("messages") is None else "messages")
 
     def _without(self, ids: list[int]) -> list[int]:
         if self.placeholder in ids:
@@ -83,10 +104,10 @@ class ImageReader:
         return ids
 
     def _expanded(
-        self, ids: list[int], pictures: Sequence[np.ndarray], param: str
+        self, ids: list[int], pictures: Sequence[tuple[np.ndarray, bytes]], param: str
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         try:
-            laid_out = [self.layout.tokens_of(*picture.shape[:2]) for picture in pictures]
+            laid_out = [self.layout.tokens_of(*pixels.shape[:2]) for pixels, _ in pictures]
         except InputError as error:
             raise InputError(f"{param}: {error}", param=param) from None
         try:
@@ -97,7 +118,7 @@ class ImageReader:
             found = f"found {len(tokens)} tokens with those of {len(pictures)} pictures"
             raise InputError(f"prompt: {found}, expected at most {self.context_max - 1}; shorten it", param="prompt")
         every = zip(spans, laid_out, pictures, strict=True)
-        return tokens, tuple(to_prompt_image(span, one, picture, self.settings) for span, one, picture in every)
+        return tokens, tuple(to_prompt_image(span, one, pixels, key) for span, one, (pixels, key) in every)
 
 
 def open_reader(

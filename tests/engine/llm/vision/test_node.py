@@ -245,3 +245,14 @@ def test_answers_about_pictures_can_be_constrained(model):
     texts = {answer(node, prompt="a", images=[picture(seed=1)], sampling={"choice": ["yes", "no"]})}
     assert texts <= {"yes", "no"}
     node.close()
+
+
+def test_a_request_is_cancelled_while_its_pictures_are_decoded(model, monkeypatch):
+    node = opened(model, sampling=SAMPLING)
+    node.submit(1, {"prompt": "a", "images": [picture()]})
+    assert node.busy
+    node.cancel(1)
+    assert ask(node, prompt="what is it").item == 1  # the number is free again
+    assert not node._decoding
+    assert node.figures()["finished_abort_total"] == 1
+    node.close()

@@ -1,0 +1,80 @@
+"""Decoding of pictures beside the rounds: a large picture takes as long as many rounds.
+
+One thread decodes and hashes the pictures of requests in their order. What needs the tokenizer is left to the thread of
+the rounds. The decoding thread is at most AHEAD_MAX requests ahead of it, which bounds the memory of pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from threading import Semaphore
+from typing import Generic, TypeVar
+
+from weftline.errors import StepError, WeftlineError
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+AHEAD_MAX = 4
+"""Most requests that are decoded, or being decoded, and not returned yet."""
+WAIT_MAX_S = 0.01
+"""Longest wait for a picture where there is no round to compute, in seconds."""
+
+
+class DecodingThread(Generic[Request, Result]):
+    """Requests whose pictures are decoded now or later, by item."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pictures")
+        self._waiting: dict[int, tuple[Request, Future[Result]]] = {}
+        self._ahead = Semaphore(AHEAD_MAX)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, item: int, request: Request, decode: Callable[[], Result]) -> None:
+        """Queue a request; `decode` runs in the thread."""
+
+        def decode_in_turn() -> Result:
+            self._ahead.acquire()
+            return decode()
+
+        self._waiting[item] = (request, self._pool.submit(decode_in_turn))
+
+    def cancel(self, item: int) -> bool:
+        """Drop a request; return whether it was there."""
+        found = self._waiting.pop(item, None)
+        if found is None:
+            return False
+        if not found[1].cancel():
+            found[1].add_done_callback(lambda _: self._ahead.release())
+        return True
+
+    def finished(self, idle: bool) -> list[tuple[Request, Result | WeftlineError]]:
+        """Return requests whose pictures are decoded, or failed. idle: wait for one, but not for long."""
+        if idle and self._waiting:
+            wait([future for _, future in self._waiting.values()], WAIT_MAX_S, FIRST_COMPLETED)
+        done = [item for item, (_, future) in self._waiting.items() if future.done()]
+        if done:
+            self._ahead.release(len(done))
+        results: list[tuple[Request, Result | WeftlineError]] = []
+        for item in done:
+            request, future = self._waiting.pop(item)
+            results.append((request, _result(future)))
+        return results
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._ahead.release(len(self._waiting) + 1)  # the thread may wait for its turn
+        self._waiting.clear()
+
+
+def _result(future: Future[Result]) -> Result | WeftlineError:
+    error = future.exception()
+    if error is None:
+        return future.result()
+    if isinstance(error, WeftlineError):
+        return error
+    failure = StepError(f"a picture of this request cannot be read: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

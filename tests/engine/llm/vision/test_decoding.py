@@ -1,0 +1,81 @@
+"""Pictures are decoded in a thread of their own, which is never far ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from weftline.engine.llm.vision.decoding import AHEAD_MAX, DecodingThread
+from weftline.errors import InputError, StepError
+
+
+def _all(thread: DecodingThread[str, Any], count: int) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    until = time.monotonic() + 10
+    while len(found) < count and time.monotonic() < until:
+        found += thread.finished(idle=True)
+    return found
+
+
+def test_requests_come_back_in_order_with_what_was_decoded():
+    thread: DecodingThread[str, Any] = DecodingThread()
+    names: set[str] = set()
+    for item in range(9):
+        thread.add(item, f"request {item}", lambda item=item: (names.add(threading.current_thread().name), item)[1])
+    assert len(thread) == 9
+    assert _all(thread, 9) == [(f"request {item}", item) for item in range(9)]
+    assert not thread
+    assert all(name.startswith("pictures") for name in names)
+    thread.close()
+
+
+def test_failures_are_results():
+    def wrong() -> None:
+        raise InputError("bad")
+
+    thread: DecodingThread[str, Any] = DecodingThread()
+    thread.add(1, "a", wrong)
+    thread.add(2, "b", lambda: 1 // 0)
+    (_, first), (_, second) = _all(thread, 2)
+    assert isinstance(first, InputError)
+    assert isinstance(second, StepError)
+    assert "ZeroDivisionError" in str(second)
+    thread.close()
+
+
+def test_a_cancelled_request_does_not_come_back_and_frees_its_turn():
+    gate, thread = threading.Event(), DecodingThread[str, Any]()
+    thread.add(0, "blocked", gate.wait)
+    for item in range(1, 3 * AHEAD_MAX):
+        thread.add(item, f"{item}", lambda: None)
+    for item in range(2 * AHEAD_MAX):
+        assert thread.cancel(item)
+    assert not thread.cancel(0)
+    gate.set()
+    assert [request for request, _ in _all(thread, AHEAD_MAX)] == [f"{n}" for n in range(2 * AHEAD_MAX, 3 * AHEAD_MAX)]
+    thread.close()
+
+
+def test_the_thread_waits_until_results_are_fetched():
+    done: list[int] = []
+    thread: DecodingThread[str, Any] = DecodingThread()
+    for item in range(3 * AHEAD_MAX):
+        thread.add(item, f"{item}", lambda item=item: done.append(item))
+    until = time.monotonic() + 10
+    while len(done) < AHEAD_MAX and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(done) == AHEAD_MAX
+    assert len(_all(thread, 3 * AHEAD_MAX)) == 3 * AHEAD_MAX
+    thread.close()
+
+
+def test_a_closed_thread_ends():
+    thread: DecodingThread[str, Any] = DecodingThread()
+    for item in range(3 * AHEAD_MAX):
+        thread.add(item, f"{item}", lambda: None)
+    thread.close()
+    (worker,) = thread._pool._threads
+    worker.join(10)
+    assert not worker.is_alive()
