@@ -60,7 +60,8 @@ class DecodingThread(Generic[Request, Result]):
         results: list[tuple[Request, Result | WeftlineError]] = []
         for item in done:
             request, future = self._waiting.pop(item)
-            results.append((request, _result(future)))
+            outcome = _result(future)
+            results.append((request, outcome))
         return results
 
     def close(self) -> None:
