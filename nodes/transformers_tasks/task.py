@@ -53,14 +53,14 @@ _REMOTE_CODE = ("config.json", "preprocessor_config.json", "processor_config.jso
 class TransformersConfig:
     """Options of `transformers`.
 
-    task:        one of transformers' tasks: image-classification, token-classification, question-answering,
-                 zero-shot-classification, object-detection, depth-estimation, zero-shot-image-classification,
-                 audio-classification, automatic-speech-recognition, image-segmentation, summarization, translation
-                 or text-to-speech.
+    task:        one of transformers' tasks: image-classification, text-classification, token-classification,
+                 question-answering, zero-shot-classification, feature-extraction, object-detection, depth-estimation,
+                 zero-shot-image-classification, audio-classification, automatic-speech-recognition,
+                 image-segmentation, summarization, translation or text-to-speech.
                  Each needs a model that was made for it; config.json names its class.
     model:       a model of transformers as a folder or hub name: safetensors only, no code from the model.
     precision:   number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
-    top_k:       image-classification, audio-classification: most labels in `scores`; default 5.
+    top_k:       image-, text- and audio-classification: most labels in `scores`; default 5.
     aggregation: token-classification: how tokens become entities, as in transformers: 'none' (each token), 'simple',
                  'first', 'average' or 'max'; default 'none'.
     labels:      zero-shot tasks: the candidate labels. zero-shot-classification reads them from its input `labels`

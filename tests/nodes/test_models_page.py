@@ -23,6 +23,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
 ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in PAGE.splitlines() if line[:3] == "| `"]
 MODELS: dict[str, Callable[[Path], Path]] = {
     "vit": lambda folder: random_models.save_vit(folder, **names("red", "blue")),
+    "sentiment": lambda folder: random_models.save_bert(
+        "BertForSequenceClassification", folder, **names("good", "bad")
+    ),
+    "bert": lambda folder: random_models.save_bert("BertModel", folder),
     "ner": lambda folder: random_models.save_bert("BertForTokenClassification", folder, **names("O", "B-PER", "I-PER")),
     "squad": lambda folder: random_models.save_bert("BertForQuestionAnswering", folder),
     "nli": lambda folder: random_models.save_bert(

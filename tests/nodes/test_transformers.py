@@ -55,7 +55,7 @@ def test_node_classify_names_the_task_for_a_model_of_pictures(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("task", "fix"),
-    [("text-classification", "use node classify"), ("text-generation", "use node llm"), ("video-classification", "")],
+    [("sentiment-analysis", "use node classify"), ("text-generation", "use node llm"), ("video-classification", "")],
 )
 def test_a_task_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, task: str, fix: str) -> None:
     error = refused(tmp_path, task)
