@@ -156,6 +156,7 @@ OBJECT_SEGMENTATION = Kind(
 PICTURES_AND_TEXTS = Kind(
     ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
 )
+POSE = Kind(("VitPoseForPoseEstimation",), "marks keypoints of objects", "transformers", "keypoint-detection")
 _LISTENERS = (
     "Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "Wav2Vec2", "Wav2Vec2Bert",
     "Wav2Vec2Conformer", "WavLM",
@@ -191,6 +192,8 @@ _KINDS = (
     SEMANTIC_SEGMENTATION,
     OBJECT_SEGMENTATION,
     Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
+    POSE,
+    Kind(("ForPoseEstimation", "ForKeypointDetection", "ForKeypointMatching"), "marks points in pictures"),
     PICTURES_AND_TEXTS,
     SPEECH,
     NO_HEAD,  # last: other heads end so, too

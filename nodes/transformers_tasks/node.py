@@ -16,6 +16,7 @@ from weftline.nodes.transformers_tasks.images import (
     ObjectDetection,
     ZeroShotImageClassification,
 )
+from weftline.nodes.transformers_tasks.pose import KeypointDetection
 from weftline.nodes.transformers_tasks.recordings import AudioClassification, SpeechRecognition
 from weftline.nodes.transformers_tasks.seq2seq import Summarization, Translation
 from weftline.nodes.transformers_tasks.speech import TextToSpeech
@@ -33,7 +34,7 @@ TASKS: Mapping[str, type[Task]] = {
     for task in (
         ImageClassification, TextClassification, TokenClassification, QuestionAnswering, ZeroShotClassification,
         FeatureExtraction, ObjectDetection, DepthEstimation, ZeroShotImageClassification, AudioClassification,
-        SpeechRecognition, ImageSegmentation, Summarization, Translation, TextToSpeech,
+        SpeechRecognition, ImageSegmentation, KeypointDetection, Summarization, Translation, TextToSpeech,
     )
 }  # fmt: skip
 """The tasks by name."""

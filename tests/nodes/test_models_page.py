@@ -39,10 +39,11 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "ctc": lambda folder: random_models.save_wav2vec2("Wav2Vec2ForCTC", folder, "layer"),
     "segformer": lambda folder: random_models.save_segformer(folder, **names("sky", "sea")),
     "mask2former": lambda folder: random_models.save_mask2former(folder, **names("cat", "dog")),
+    "vitpose": lambda folder: random_models.save_vitpose(folder, "nose", "left", "right"),
     "t5": random_models.save_t5,
     "vits": random_models.save_vits,
 }
-INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
+INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text", "people": "detections"}
 
 
 def test_the_page_has_a_row_for_every_task() -> None:
@@ -65,7 +66,7 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
     make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
     (only,) = graph.steps
     config = to_config(Transformers, only.options)
-    ports = Transformers.ports(config, StepContext(tmp_path))
+    ports = Transformers.ports(config, StepContext(tmp_path, tuple(only.inputs)))
     assert config.task == task.strip("`")
     assert {port.name: str(port.type) for port in ports.outputs} == named
     values: dict[str, Any] = {
