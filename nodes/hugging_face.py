@@ -215,6 +215,8 @@ def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], ex
     expected: the model that the node runs.
     fix:      what to do; '': to use the node that runs the model found.
     """
+    if config.get("format") == "weftline-yolo":
+        raise ConfigError("model", f"{shown} is a YOLO model", expected, fix or "use node yolo for it")
     name, kind = kind_of(config)
     if kind is None or kind in wanted:
         return

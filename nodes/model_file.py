@@ -178,19 +178,34 @@ def torch_kind(path: Path) -> tuple[str, str]:
             return OLD_PICKLE, ""
         with zipfile.ZipFile(path) as archive:
             inside = {name.partition("/")[2]: name for name in archive.namelist()}
-            if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
-                return EXPORTED, ""
-            if any(name.startswith("code/") for name in inside):
-                return TORCHSCRIPT, ""
-            if "data.pkl" not in inside:
-                return "", ""
-            with archive.open(inside["data.pkl"]) as pickled:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, NotImplementedError):
+        return "", ""
+    if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
+        return EXPORTED, ""
+    if any(name.startswith("code/") for name in inside):
+        return TORCHSCRIPT, ""
+    objects = pickled_classes(path)
+    if objects is None:
+        return "", ""
+    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
+
+
+def pickled_classes(path: Path) -> list[str] | None:
+    """Return the classes that the pickle of torch's zip format names, besides those of state dicts; None: no such file.
+
+    Nothing is unpickled: the names are searched in its bytes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.partition("/")[2] == "data.pkl"]
+            if not pickles:
+                return None
+            with archive.open(pickles[-1]) as pickled:
                 data = pickled.read(PICKLE_BYTES_SCANNED)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
-        return "", ""
+        return None
     named = [(found[1].decode("latin-1"), found[2].decode("latin-1")) for found in _GLOBAL.finditer(data)]
-    objects = [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
-    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
+    return [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
 
 
 def check_stored(entries: Sequence[zipfile.ZipInfo], archive_bytes: int) -> None:

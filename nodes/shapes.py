@@ -115,7 +115,8 @@ def _to_text(counts: np.ndarray) -> str:
     rest = values[:, None] >> (shifts + 5)
     more = np.where(bits & 16, rest != -1, rest != 0)
     written = np.concatenate([np.ones((len(values), 1), bool), np.logical_and.accumulate(more, 1)[:, :-1]], 1)
-    return ((bits | (more << 5)) + 48)[written].astype(np.uint8).tobytes().decode("ascii")
+    text: bytes = ((bits | (more << 5)) + 48)[written].astype(np.uint8).tobytes()
+    return text.decode("ascii")
 
 
 def _from_text(text: str) -> np.ndarray:

@@ -85,10 +85,7 @@ class KeypointDetection(ImageTask):
         answers: list[list[dict[str, Any]]] = []
         crops: list[Crop] = []
         for item, (image, found) in enumerate(zip(batch["image"], batch.get("detections"), strict=True)):
-            if found is None:
-                edges, about = np.array([[0, 0, image.shape[1], image.shape[0]]], np.float32), [{}]
-            else:
-                edges, about = self._chosen(found)
+            edges, about = _whole(image) if found is None else self._chosen(found)
             boxes = [_usable(own) for own in edges.tolist()]
             crops += [Crop(item, place, box) for place, box in enumerate(boxes) if box]
             shown = np.round(edges.astype(np.float64), 2).tolist()
@@ -136,6 +133,11 @@ class KeypointDetection(ImageTask):
         if self._dataset is not None:
             inputs["dataset_index"] = torch.full((len(crops),), self._dataset)
         return inputs
+
+
+def _whole(image: Any) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Return the box of a whole picture, and nothing about its object."""
+    return np.array([[0, 0, image.shape[1], image.shape[0]]], np.float32), [{}]
 
 
 def _usable(edges: Sequence[float]) -> list[float]:

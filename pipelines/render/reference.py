@@ -169,7 +169,6 @@ NODES_PAGE = Path("docs/reference/nodes.md")
 
 MADE_UP: Mapping[str, Mapping[str, Any]] = {
     "whisper": {"model": "base.en"},
-    "yolo": {"model": "yolo11n.pt", "trust_pickle": True},
     "classify": {"model": "organisation/model"},
     "embed": {"model": "organisation/model"},
     "rerank": {"model": "organisation/model"},
@@ -187,7 +186,8 @@ PORTS_FROM: Mapping[str, str] = {
     "torch": "Its inputs are the keys of `accepts` and its outputs those of `gives`, with the types written there.",
     "onnx": "Its inputs and outputs are those of the graph in the file; a free first dimension is the batch and no "
     "part of the type. Letters that a port name cannot hold become `_`.",
-    "transformers": "Its inputs and outputs are those of its task; see [models of transformers](../models.md).",
+    "transformers": "Its inputs and outputs are those of its task; see [models](../models.md#models-of-transformers).",
+    "yolo": "Its input is `image`, a picture; its outputs are those of its task; see [models](../models.md#yolo).",
     "template": "Its inputs are whatever the template names, wired without being listed; each takes any type. Its one "
     "output is `text` (text), the rendered text.",
     "first": "Its inputs are whatever is wired, under any names; its one output is `value`, of the type that fits them "
@@ -207,7 +207,7 @@ LICENCES: Mapping[str, str] = {
     "instead and needs `weftline[onnx]` only.",
     "embed": "Runs on transformers (Apache-2.0) and torch.",
     "rerank": "Runs on transformers (Apache-2.0) and torch.",
-    "transformers": "Runs on transformers (Apache-2.0), torch and torchvision (BSD-3-Clause).",
+    "transformers": "Runs on transformers (Apache-2.0), torch, torchvision and scipy (BSD-3-Clause).",
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",
 }

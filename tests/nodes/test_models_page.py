@@ -12,8 +12,11 @@ import pytest
 
 from tests.nodes import random_models
 from tests.nodes.random_models import names
-from weftline.nodes.contract import Batch, OpenContext, StepContext
+from tests.nodes.yolo_models import SUFFIXES, save_yolo
+from weftline.nodes.contract import Batch, Node, OpenContext, StepContext
 from weftline.nodes.transformers_tasks.node import TASKS, Transformers
+from weftline.nodes.yolo import Yolo
+from weftline.nodes.yolo_tasks import TASKS as YOLO_TASKS
 from weftline.pipelines.check.options import to_config
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
@@ -42,12 +45,25 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "vitpose": lambda folder: random_models.save_vitpose(folder, "nose", "left", "right"),
     "t5": random_models.save_t5,
     "vits": random_models.save_vits,
+    "yolo": lambda folder: save_yolo(folder, "detect"),
+    **{
+        f"yolo{suffix[1:]}": lambda folder, task=task: save_yolo(folder, task)  # type: ignore[misc]
+        for task, suffix in SUFFIXES.items()
+        if suffix
+    },
 }
+NODES: dict[str, Any] = {"transformers": Transformers, "yolo": Yolo}
 INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text", "people": "detections"}
 
 
+def node_of(row: tuple[str, ...]) -> str:
+    return re.findall(r"node: (\w+)", row[2])[0]
+
+
 def test_the_page_has_a_row_for_every_task() -> None:
-    assert list(dict.fromkeys(row[0].strip("`") for row in ROWS)) == list(TASKS)
+    for node, tasks in (("transformers", TASKS), ("yolo", YOLO_TASKS)):
+        rows = [row for row in ROWS if node_of(row) == node]
+        assert list(dict.fromkeys(row[0].strip("`") for row in rows)) == list(tasks)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2].partition(":")[0].strip("`") + "-" + row[0].strip("`"))
@@ -65,8 +81,9 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
     graph = load_file(tmp_path / "p.yaml")
     make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
     (only,) = graph.steps
-    config = to_config(Transformers, only.options)
-    ports = Transformers.ports(config, StepContext(tmp_path, tuple(only.inputs)))
+    kind = NODES[node_of(row)]
+    config = to_config(kind, only.options)
+    ports = kind.ports(config, StepContext(tmp_path, tuple(only.inputs)))
     assert config.task == task.strip("`")
     assert {port.name: str(port.type) for port in ports.outputs} == named
     values: dict[str, Any] = {
@@ -75,9 +92,12 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
         "audio": np.zeros(9000, np.float32),
     }
     batch = Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional})
-    for precision in ("float32", "bfloat16"):
-        node = Transformers(replace(config, precision=precision))
-        node.open(OpenContext(tmp_path))
+    configs = [config]
+    if kind is Transformers:
+        configs.append(replace(config, precision="bfloat16"))
+    for one in configs:
+        node: Node = kind(one)
+        node.open(OpenContext(tmp_path, cache_dir=tmp_path / "cache"))
         found = node.run(batch)
         assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
         answers = [found[port][0] for port in named if named[port] == "json"]
