@@ -4,10 +4,10 @@ Each list has one dict per object. Coordinates are pixels of the picture, angles
 
     keypoints   {name, score, box: [x1, y1, x2, y2], points: [{name, x, y, score}, ...]}
     oriented    {name, score, box: [cx, cy, width, height], angle, corners: [[x, y], ...]}
-    segments    {label, class, id, share, score, rle: {size: [height, width], counts}}
+    masks       {size: [height, width], counts}
 
-`rle` is the compressed run-length encoding of COCO, which pycocotools and other tools read: runs of 0 and 1 in turn,
-column by column, starting with 0, each run as text of 5 bits per character.
+A mask is in the compressed run-length encoding of COCO, which pycocotools and other tools read: runs of 0 and 1 in
+turn, column by column, starting with 0, each run as text of 5 bits per character.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def with_masks(
     """
     kept: list[int] = []
     segments: list[dict[str, Any]] = []
+    masks: list[dict[str, Any]] = []
     marked, text_bytes = np.zeros((height, width), np.int32), 0
     for place, mask in enumerate(_masks(found.boxes, coefficients, prototypes, height, width)):
         inside = _inside(found.boxes[place])
@@ -49,14 +50,15 @@ def with_masks(
         kept.append(place)
         own = marked[inside]
         own[(mask[inside] > 0) & (own == 0)] = len(kept)
-        rle = encode_mask(mask)
-        text_bytes += len(rle["counts"])
+        masks.append(encode_mask(mask))
+        text_bytes += len(masks[-1]["counts"])
         if text_bytes > TEXT_BYTES_MAX:
             fix = "raise `confidence` or lower `detections_max`"
             raise InputError(f"the masks take more than {TEXT_BYTES_MAX >> 20} MiB as run lengths\n    fix: {fix}")
-        segments.append(_segment(found, place, len(kept), pixels / marked.size, rle))
+        segments.append(_segment(found, place, len(kept), pixels / marked.size))
     visible = Detections(found.boxes[kept], found.scores[kept], found.classes[kept], found.names)
-    return {"detections": visible, "map": marked, "segments": sorted(segments, key=lambda one: -one["share"])}
+    segments.sort(key=lambda one: -float(one["share"]))
+    return {"detections": visible, "map": marked, "segments": segments, "masks": masks}
 
 
 def _inside(box: np.ndarray) -> tuple[slice, slice]:
@@ -65,10 +67,10 @@ def _inside(box: np.ndarray) -> tuple[slice, slice]:
     return slice(math.floor(y1), math.ceil(y2)), slice(math.floor(x1), math.ceil(x2))
 
 
-def _segment(found: Detections, place: int, id: int, share: float, rle: dict[str, Any]) -> dict[str, Any]:
+def _segment(found: Detections, place: int, id: int, share: float) -> dict[str, Any]:
     return {
         "label": found.names[found.classes[place]], "class": int(found.classes[place]), "id": id,
-        "share": round(share, 6), "score": round(float(found.scores[place]), 6), "rle": rle,
+        "share": round(share, 6), "score": round(float(found.scores[place]), 6),
     }  # fmt: skip
 
 

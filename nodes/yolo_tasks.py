@@ -23,8 +23,9 @@ _MAP = port(
 )  # fmt: skip
 _SEGMENTS = port(
     "segments", "json", about="the masks, largest first: label, class, id (its number in the map), share (of all "
-    "pixels), score, and rle: the whole mask as COCO's run lengths, size and counts",
+    "pixels) and score",
 )  # fmt: skip
+_MASKS = port("masks", "json", about="the whole mask of each detection as COCO's run lengths: size and counts")
 _KEYPOINTS = port(
     "keypoints", "json", about="for each detection: name, score, box as [x1, y1, x2, y2], and points: name, x, y, and "
     "score where the model has one, in pixels",
@@ -61,7 +62,7 @@ class YoloTask:
 DETECT = YoloTask("detect", "DetectionModel", ("Detect", "v10Detect"), "finds objects", (_DETECTIONS,))
 SEGMENT = YoloTask(
     "segment", "SegmentationModel", ("Segment", "Segment26"), "marks the pixels of objects",
-    (_DETECTIONS, _MAP, _SEGMENTS),
+    (_DETECTIONS, _MAP, _SEGMENTS, _MASKS),
 )  # fmt: skip
 POSE = YoloTask("pose", "PoseModel", ("Pose", "Pose26"), "marks keypoints of objects", (_DETECTIONS, _KEYPOINTS))
 OBB = YoloTask("obb", "OBBModel", ("OBB", "OBB26"), "finds objects in oriented boxes", (_UPRIGHT, _ORIENTED))

@@ -71,18 +71,18 @@ def test_masks_are_those_of_ultralytics(tmp_path: Path, family: str) -> None:
             height, width = image.shape[:2]
             assert_same_boxes(found["detections"][place], one)
             marked, segments = found["map"][place], found["segments"][place]
-            masks = {part["id"]: decode_mask(part["rle"], height, width) for part in segments}
+            masks = [decode_mask(rle, height, width) for rle in found["masks"][place]]
             first = np.zeros((height, width), np.int32)
             for id, theirs in enumerate(one.masks.data.numpy() > 0, 1):
-                assert (masks[id] != theirs).mean() < 1e-3
-                first[(first == 0) & masks[id]] = id
+                assert (masks[id - 1] != theirs).mean() < 1e-3
+                first[(first == 0) & masks[id - 1]] = id
             np.testing.assert_array_equal(marked, first)
-            assert marked.dtype == np.int32 and len(segments) == len(found["detections"][place])
+            assert marked.dtype == np.int32 and len(segments) == len(masks) == len(found["detections"][place])
             for part in segments:
                 at = part["id"] - 1
                 assert (part["class"], part["label"]) == (one.boxes.cls[at], NAMES[part["class"]])
                 assert part["score"] == pytest.approx(float(one.boxes.conf[at]), abs=1e-5)
-                assert part["share"] == pytest.approx(masks[part["id"]].mean(), abs=1e-6)
+                assert part["share"] == pytest.approx(masks[at].mean(), abs=1e-6)
             shares = [part["share"] for part in segments]
             assert shares == sorted(shares, reverse=True)
             seen += len(segments)
@@ -296,13 +296,10 @@ def test_masks_are_the_same_computed_one_at_a_time(models: Path, monkeypatch: py
 
 def test_a_picture_with_too_many_runs_fails_alone(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = opened(models, model="segment")
-    sizes = [
-        sum(len(part["rle"]["counts"]) for part in segments)
-        for segments in node.run(Batch({"image": pictures()}))["segments"]
-    ]
+    sizes = [sum(len(rle["counts"]) for rle in masks) for masks in node.run(Batch({"image": pictures()}))["masks"]]
     monkeypatch.setattr(yolo_masks, "TEXT_BYTES_MAX", sorted(sizes)[-2])
     found = node.run(Batch({"image": pictures()}))
-    for port in ("detections", "map", "segments"):
+    for port in ("detections", "map", "segments", "masks"):
         failed = [isinstance(value, InputError) for value in found[port]]
         assert failed == [size == max(sizes) for size in sizes]
 
