@@ -43,7 +43,7 @@ Colours = Sequence[Colour]
 def is_drawable(value: Any, height: int, width: int) -> bool:
     """Return True for a result that can be drawn into its picture of `height` x `width` px."""
     if isinstance(value, np.ndarray):
-        return value.dtype == np.int32 and value.shape == (height, width)
+        return bool(value.dtype == np.int32 and value.shape == (height, width))
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(one, Mapping) and _form(one) for one in value[:OBJECTS_MAX])

@@ -74,16 +74,20 @@ def corners_of(boxes: np.ndarray, angles: np.ndarray) -> np.ndarray:
     )
 
 
-def encode_mask(mask: np.ndarray) -> dict[str, Any]:
-    """Return a mask, bool or uint8 [H, W] of 0 and 1, as COCO's compressed run lengths."""
+def encode_mask(mask: np.ndarray, inside: tuple[slice, slice] | None = None) -> dict[str, Any]:
+    """Return a mask, bool or uint8 [H, W] of 0 and 1, as COCO's compressed run lengths.
+
+    inside: rows and columns outside of which the mask is 0; None: not known.
+    """
     height, width = mask.shape
-    marked = np.flatnonzero(mask.any(0))
-    edges = np.zeros(0, np.int64)
-    if len(marked):
-        first, end = int(marked[0]), int(marked[-1]) + 1
-        part = np.zeros((end - first) * height + 2, np.uint8)  # with a 0 on both sides
-        part[1:-1] = mask[:, first:end].T.ravel()
-        edges = np.flatnonzero(part[1:] != part[:-1]) + first * height
+    rows, columns = inside or (slice(0, height), slice(0, width))
+    part = mask[rows, columns].T
+    padded = np.zeros((part.shape[0], part.shape[1] + 2), np.uint8)  # with a 0 at both ends of each column
+    padded[:, 1:-1] = part
+    x, y = np.divmod(np.flatnonzero(padded[:, 1:] != padded[:, :-1]), part.shape[1] + 1)
+    edges = (x + columns.start) * height + y + rows.start
+    joined = np.flatnonzero(edges[1:] == edges[:-1])  # a run that goes on at the top of the next column
+    edges = np.delete(edges, np.concatenate([joined, joined + 1]))
     edges = edges[edges < height * width]
     counts = np.diff(np.concatenate([[0], edges, [height * width]]))
     return {"size": [height, width], "counts": _to_text(counts)}

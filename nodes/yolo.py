@@ -146,7 +146,7 @@ class Yolo(BatchNode):
             model.network.model[-1].max_det = self._detections_max
 
     def warm_up(self) -> None:
-        self._answers([np.zeros((self._side, self._side, 3), np.uint8)])
+        self.run(Batch({"image": [np.zeros((self._side, self._side, 3), np.uint8)]}))
         if self._on_device and self._opened.task is not CLASSIFY:
             import torch
 
@@ -188,9 +188,6 @@ class Yolo(BatchNode):
         """Return the outputs of the other tasks for each picture."""
         import torch
 
-        if self._opened.task is CLASSIFY:
-            self._labelled(images)
-            return []
         here = all(isinstance(image, np.ndarray) for image in images)
         with torch.inference_mode():
             pixels, fits = self._fitted(images) if here else self._fitted_there(images)

@@ -50,7 +50,7 @@ def with_masks(
         kept.append(place)
         own = marked[inside]
         own[(mask[inside] > 0) & (own == 0)] = len(kept)
-        masks.append(encode_mask(mask))
+        masks.append(encode_mask(mask, inside))
         text_bytes += len(masks[-1]["counts"])
         if text_bytes > TEXT_BYTES_MAX:
             fix = "raise `confidence` or lower `detections_max`"

@@ -48,6 +48,10 @@ def test_a_mask_comes_back_from_its_run_lengths() -> None:
         height, width = 1 + seed % 23, 1 + seed * 7 % 31
         mask = blobs(height, width, seed)
         np.testing.assert_array_equal(decode_mask(encode_mask(mask), height, width), mask)
+        rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        if len(rows):
+            inside = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+            assert encode_mask(mask, inside) == encode_mask(mask)
     noise = np.random.default_rng(0).random((300, 200)) < 0.5
     np.testing.assert_array_equal(decode_mask(encode_mask(noise), 300, 200), noise)
     whole = np.ones((4, 5), bool)

@@ -172,6 +172,12 @@ def test_a_pickle_is_refused_where_the_pipeline_is_checked_and_explained(tmp_pat
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_trusted_pickle_is_not_loaded_where_the_pipeline_is_checked(tmp_path: Path) -> None:
+    torch.save({"model": Harm(tmp_path / "ran")}, tmp_path / "own.pt")
+    ports = Yolo.ports(YoloConfig("own.pt", trust_pickle=True), StepContext(tmp_path))
+    assert [port.name for port in ports.outputs] == ["detections"] and not (tmp_path / "ran").exists()
+
+
 def test_a_trusted_pickle_of_ultralytics_works(folder: Path) -> None:
     from ultralytics.nn.tasks import DetectionModel
 
