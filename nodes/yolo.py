@@ -20,6 +20,7 @@ from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, P
 from weftline.nodes.contract import model_error
 from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
+from weftline.nodes.hugging_face import check_kind, read_json
 from weftline.nodes.letterbox import Fit, letterbox, letterbox_torch
 from weftline.nodes.model_file import check_safetensors, find_model
 from weftline.nodes.transformers_tasks.task import TOP_K, label_outputs
@@ -319,6 +320,9 @@ def _task_of_folder(config: YoloConfig, path: Path) -> YoloTask:
         inside = sorted(one.name for one in path.glob("*.pt"))
         fix = f"name the file, {config.model}/{inside[0]}" if inside else ""
         raise ConfigError("model", f"the folder {config.model} has no config.json", _EXPECTED, fix)
+    whole = read_json(path / "config.json", f"{config.model}/config.json")
+    if isinstance(whole, dict) and "format" not in whole:  # of a Hugging Face model, whose node is named
+        check_kind(whole, config.model, (), _EXPECTED)
     try:
         task = read_config(path, config.model).task
         if not (path / "model.safetensors").is_file():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.nodes import random_models
 from tests.nodes.device_values import DEVICE, Bench
 from tests.nodes.yolo_models import SIDE, SUFFIXES, network_of, pictures, predicted, save_yolo
 from weftline.errors import InputError, ModelError
@@ -228,7 +229,11 @@ def test_models_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
     assert error.found == "own.pt is a SemanticSegmentationModel, which this node does not run"
 
 
-def test_a_yolo_folder_in_another_node_is_named(models: Path) -> None:
+def test_a_model_of_another_node_is_named(models: Path, tmp_path: Path) -> None:
+    random_models.save_rt_detr(tmp_path / "m", **random_models.names("cat", "dog"))
+    error = problem(tmp_path, "m")
+    assert error.fix == "use node transformers with `task: object-detection` for it, or name another model"
+    assert error.found == "m is a RTDetrForObjectDetection, which finds objects in pictures"
     with pytest.raises(ConfigError) as caught:
         Transformers.ports(TransformersConfig("keypoint-detection", "pose"), StepContext(models))
     assert (caught.value.found, caught.value.fix) == ("pose is a YOLO model", "use node yolo for it")
