@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nodes import random_models
 from tests.nodes.device_values import DEVICE, Bench
-from tests.nodes.yolo_models import SIDE, SUFFIXES, network_of, pictures, predicted, save_yolo
+from tests.nodes.yolo_models import SIDE, SUFFIXES, network_of, pictures, predicted, random_weights, save_yolo
 from weftline.errors import InputError, ModelError
 from weftline.nodes import yolo_masks
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -150,6 +149,35 @@ def test_detections_of_every_family_are_those_of_ultralytics(tmp_path: Path) -> 
         assert sum(len(one.boxes) for one in wanted) > 4
 
 
+@pytest.mark.slow
+def test_yolo_world_finds_the_classes_that_are_stored_in_it(tmp_path: Path) -> None:
+    network_of("detect", tmp_path / "cache")  # configures ultralytics
+    from ultralytics.nn.tasks import WorldModel
+
+    torch.manual_seed(0)
+    network = random_weights(WorldModel("yolov8n-worldv2.yaml", ch=3, nc=3, verbose=False))
+    torch.save({"model": network, "train_args": {"imgsz": SIDE}}, tmp_path / "own.pt")
+    node = opened(tmp_path, model="own.pt", trust_pickle=True, confidence=1e-7, iou=0.5)
+    found = node.run(Batch({"image": pictures()}))["detections"]
+    for detections, one in zip(found, predicted(network, pictures(), "detect", conf=1e-7), strict=True):
+        assert_same_boxes(detections, one)
+        assert len(detections) > 3
+
+
+@pytest.mark.parametrize("side", [64, 96])
+def test_a_classifier_prepares_pictures_as_it_was_trained(tmp_path: Path, side: int) -> None:
+    network = network_of("classify", tmp_path / "cache")
+    from ultralytics.data.augment import classify_transforms
+
+    network.transforms = classify_transforms(64, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
+    torch.save({"model": network}, tmp_path / "own.pt")
+    node = opened(tmp_path, model="own.pt", trust_pickle=True, image_size=side)
+    found = node.run(Batch({"image": pictures()}))["scores"]
+    for scores, one in zip(found, predicted(network, pictures(), "classify", imgsz=side), strict=True):
+        ours = {entry["label"]: entry["score"] for entry in scores}
+        np.testing.assert_allclose([ours[name] for name in NAMES], one.probs.data, atol=1e-5)
+
+
 def test_the_nms_free_head_of_a_model_is_used_where_it_is_selected(tmp_path: Path) -> None:
     network = network_of("pose", tmp_path / "cache", "yolo26")
     network.end2end = True
@@ -230,7 +258,8 @@ def test_models_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_node_is_named(models: Path, tmp_path: Path) -> None:
-    random_models.save_rt_detr(tmp_path / "m", **random_models.names("cat", "dog"))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text('{"architectures": ["RTDetrForObjectDetection"]}')
     error = problem(tmp_path, "m")
     assert error.fix == "use node transformers with `task: object-detection` for it, or name another model"
     assert error.found == "m is a RTDetrForObjectDetection, which finds objects in pictures"

@@ -29,6 +29,11 @@ def network_of(task: str, cache: Path, family: str = "yolo11", names: int = 3, *
     for key in ("yaml_file", "channels"):
         architecture.pop(key, None)
     network = getattr(tasks, TASKS[task].network)(architecture, ch=3, nc=names, verbose=False)
+    return random_weights(network)
+
+
+def random_weights(network: Any) -> Any:
+    """Give a network weights whose answers differ, and names; return it in eval mode."""
     with torch.no_grad():
         for parameter in network.model[:-1].parameters():  # pictures that differ reach the last layer
             if parameter.ndim == 4:
@@ -38,7 +43,7 @@ def network_of(task: str, cache: Path, family: str = "yolo11", names: int = 3, *
         for branch in getattr(network.model[-1], "cv2", []):  # short distances from the middle: boxes in the picture
             bins = branch[-1].bias.view(4, -1)
             bins.sub_(torch.arange(float(bins.shape[1])))
-    network.names = {place: f"thing {place}" for place in range(names)}
+    network.names = {place: f"thing {place}" for place in range(network.yaml["nc"])}
     return network.eval()
 
 
