@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.counters import TokenCounters, figures
+from weftline.engine.llm.external.options import ONLY_EXTERNAL
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
@@ -80,6 +81,7 @@ class Llm(StreamNode):
     extra: ClassVar[str] = "llm"
     heavy: ClassVar[bool] = True
     fills_memory: ClassVar[bool] = True
+    other_options: ClassVar[Mapping[str, str]] = dict.fromkeys(ONLY_EXTERNAL, "engine: openai")
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__(config)

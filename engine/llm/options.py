@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weftline.engine.llm.params import SamplingParams
@@ -16,6 +15,7 @@ KV_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp8", "int8", "int4")
 TASKS = ("generate", "embed", "classify")
 POOLINGS = ("last", "mean", "first")
+ENGINES = ("weftline", "openai")
 SPECULATIONS = ("none", "ngram", "draft")
 DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
@@ -73,13 +73,22 @@ class LlmConfig:
     ranks: int = 1
     """Processes that share the model (tensor parallelism)."""
 
+    engine: str = "weftline"
+    """weftline: in this step's own process. openai: a server with OpenAI's API, with options of its own."""
+
     def __post_init__(self) -> None:
-        if isinstance(self.sampling, Mapping):
-            try:
-                object.__setattr__(self, "sampling", SamplingParams.read(self.sampling))
-            except InputError as error:
-                option, _, found = str(error).partition(": ")
-                raise ConfigError(option, found) from error
+        object.__setattr__(self, "sampling", checked_sampling(self.sampling))
+
+
+def checked_sampling(given: object) -> SamplingParams:
+    """Return the option `sampling`, which is a mapping in a file; ConfigError names a wrong key."""
+    if isinstance(given, SamplingParams):
+        return given
+    try:
+        return SamplingParams.read(given)
+    except InputError as error:
+        option, _, found = str(error).partition(": ")
+        raise ConfigError(option, found) from error
 
 
 def round_limits(config: LlmConfig, device: str) -> RoundLimits:
@@ -109,6 +118,7 @@ def check_options(config: LlmConfig) -> None:
         "task": TASKS,
         "pooling": POOLINGS,
         "speculation": SPECULATIONS,
+        "engine": ENGINES,
     }
     for option, allowed in choices.items():
         if getattr(config, option) not in allowed:
