@@ -74,7 +74,7 @@ class LlmConfig:
     """Processes that share the model (tensor parallelism)."""
 
     engine: str = "weftline"
-    """weftline: in this step's own process. openai: a server with OpenAI's API, with options of its own."""
+    """Engine: weftline, in the step's own process, or openai, a server with OpenAI's API, which has other options."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", checked_sampling(self.sampling))

@@ -210,7 +210,7 @@ class Calls:
 
     async def _stream(self, call: Call) -> None:
         client, answer = self._opened(), ExternalAnswer(call.request.answers, call.request.logprobs)
-        async with aclosing(client.events(call.request.body)) as events:
+        async with aclosing(client.events(call.request.body, call.request.bytes_max)) as events:
             try:
                 async for event in events:
                     if event == DONE:

@@ -21,6 +21,7 @@ import httpx2
 import msgspec
 
 from weftline.engine.llm.external.events import EventParser, InvalidEvents
+from weftline.engine.token_bucket import RateLimit
 from weftline.errors import CAUSES_MAX, InputError, LimitReached, StepError, Unavailable, WeftlineError
 
 CONNECT_S = 10.0
@@ -30,6 +31,8 @@ KEEPALIVE_S = 15.0
 ERROR_BYTES_MAX = 64 << 10
 """Most bytes that are read of an error."""
 LOGGED_CHARS_MAX = 500
+LOGGED_PER_S, LOGGED_BURST = 1.0, 10.0
+"""Lines of the log about a server: one that fails every request must not fill a disk."""
 MODELS_BYTES_MAX = 4 << 20
 MODELS_SHOWN_MAX = 8
 RETRIED = (429, 502, 503, 504)
@@ -67,6 +70,7 @@ class EngineClient:
 
     def __init__(self, address: EngineAddress) -> None:
         self._address = address
+        self._log_limit = RateLimit(LOGGED_PER_S, LOGGED_BURST)
         self._chat_url = f"{address.url.rstrip('/')}/chat/completions"
         self._models_url = f"{address.url.rstrip('/')}/models"
         headers = {"accept-encoding": "identity", "user-agent": "weftline"}
@@ -84,8 +88,11 @@ class EngineClient:
             ),
         )
 
-    async def events(self, body: bytes) -> AsyncGenerator[bytes, None]:
-        """Post a chat completion and yield the data of its events; CallFailed when it fails."""
+    async def events(self, body: bytes, answer_bytes_max: int) -> AsyncGenerator[bytes, None]:
+        """Post a chat completion and yield the data of its events; CallFailed when it fails.
+
+        answer_bytes_max: longest response.
+        """
         begun = False
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
         try:
@@ -95,7 +102,7 @@ class EngineClient:
                 if not kind.lower().startswith("text/event-stream"):
                     raise self._invalid(f"the content type {kind!r:.80}, expected text/event-stream")
                 begun = True
-                parser = EventParser()
+                parser = EventParser(answer_bytes_max)
                 async for chunk in response.aiter_raw():
                     for event in parser.feed(chunk):
                         yield event
@@ -145,7 +152,9 @@ class EngineClient:
         return CallFailed(Unavailable("the external engine cannot be reached; try again"), retry=True)
 
     def log(self, problem: str) -> None:
-        """Log a problem of the server, with what it sent, in one escaped line."""
+        """Log a problem of the server, with what it sent, in one escaped line; bursts of ten and one a second."""
+        if self._log_limit.try_take(asyncio.get_running_loop().time()):
+            return
         key = self._address.key
         shown = ascii((problem.replace(key, "(key)") if key else problem)[:LOGGED_CHARS_MAX])[1:-1]
         _log.warning("external engine %s: %s", self._address.url, shown)

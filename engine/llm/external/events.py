@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 EVENT_BYTES_MAX = 4 << 20
 """Longest event, and longest line; the log-probabilities of many answers fit."""
-ANSWER_BYTES_MAX = 256 << 20
-"""Longest response: some 200 bytes surround each token, so that a million tokens fit."""
 
 
 class InvalidEvents(ValueError):
@@ -21,7 +19,7 @@ class InvalidEvents(ValueError):
 class EventParser:
     """Incremental parser of one response."""
 
-    def __init__(self, event_bytes_max: int = EVENT_BYTES_MAX, answer_bytes_max: int = ANSWER_BYTES_MAX) -> None:
+    def __init__(self, answer_bytes_max: int, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self._event_bytes_max = event_bytes_max
         self._left_bytes = answer_bytes_max
         self._line = bytearray()  # start of an incomplete line

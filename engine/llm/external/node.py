@@ -30,6 +30,7 @@ from weftline.node import (
     Urgency,
     port,
 )
+from weftline.shm.device.names import is_gpu
 
 if TYPE_CHECKING:
     from weftline.engine.llm.external.calls import Calls
@@ -82,7 +83,9 @@ class ExternalLlm(StreamNode):
         url = urlsplit(config.url)
         where = f"model {config.model} at {url.scheme}://{url.netloc} (server: {config.server})"
         key = f"; its process inherits {config.key}" if config.key else ""
+        unused = ("it uses no GPU; leave `device` out",) if any(map(is_gpu, step.devices)) else ()
         return (
+            *unused,
             f"answers come from {where}: memory, batches, prefix cache and constraints are the server's",
             f"at most {config.sequences_max} requests run there at a time (sequences_max){key}",
         )

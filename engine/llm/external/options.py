@@ -31,9 +31,9 @@ class ExternalLlmConfig:
     url: str
     """Base URL of the server's API, such as https://host/v1; https, or http on this machine."""
     engine: str = "openai"
-    """openai: a server with OpenAI's API."""
+    """Engine: openai, a server with OpenAI's API."""
     server: str = "openai"
-    """Kind of server: openai (OpenAI's documented fields only), vllm, sglang, ollama or weftline."""
+    """Kind of server: openai (OpenAI's documented fields only), vllm, sglang, tensorrt-llm, ollama or weftline."""
     key: str = ""
     """Name of the environment variable with the server's key; only this step's process inherits it."""
     ca: str = ""

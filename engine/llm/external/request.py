@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,10 +18,19 @@ from weftline.errors import InputError
 
 BODY_BYTES_MAX = 64 << 20
 """Longest body; a conversation of that size exceeds the context of any model."""
+ANSWER_BYTES_MIN, TOKEN_BYTES_MAX, ANSWER_BYTES_MAX = 1 << 20, 8 << 10, 256 << 20
+"""Longest response: some bytes for each token that was requested. A chunk has about 300 bytes around its text, and 20
+log-probabilities take 3 000."""
 NAME_CHARS_MAX = 256
 SEEDS = 1 << 31
 """Seeds derived from a request's are below this: some servers keep seeds in 32 bits or in a float."""
 SCHEMA_NAME = "answer"
+_REGEX: Mapping[str, Callable[[str], dict[str, Any]]] = {
+    "vllm": lambda regex: {"structured_outputs": {"regex": regex}},
+    "sglang": lambda regex: {"regex": regex},
+    "tensorrt-llm": lambda regex: {"response_format": {"type": "regex", "regex": regex}},
+}
+"""The field of a regular expression, by the kind of server."""
 TOOL_CHOICES = ("auto", "none", "required")
 
 
@@ -31,11 +40,13 @@ class ChatRequest:
 
     answers:  number of answers.
     logprobs: log-probabilities were requested.
+    bytes_max: longest response.
     """
 
     body: bytes
     answers: int
     logprobs: bool
+    bytes_max: int
 
 
 def chat_request(
@@ -60,7 +71,8 @@ def chat_request(
     salt = _salt(secret, caller, inputs.get("tenant"))
     if salt and server.salted:
         body["cache_salt"] = salt
-    return ChatRequest(_encoded(body), params.n, params.logprobs is not None)
+    bytes_max = min(ANSWER_BYTES_MIN + params.n * params.tokens_max * TOKEN_BYTES_MAX, ANSWER_BYTES_MAX)
+    return ChatRequest(_encoded(body), params.n, params.logprobs is not None, bytes_max)
 
 
 def _params(config: ExternalLlmConfig, changes: object, seed: int | None) -> SamplingParams:
@@ -102,7 +114,7 @@ def _other_forms(params: SamplingParams, kind: str) -> dict[str, Any]:
     if params.json_object:
         found["response_format"] = {"type": "json_object"}
     if params.regex is not None:
-        found |= {"structured_outputs": {"regex": params.regex}} if kind == "vllm" else {"regex": params.regex}
+        found |= _REGEX[kind](params.regex)
     if params.choice:
         found["structured_outputs"] = {"choice": list(params.choice)}
     return found

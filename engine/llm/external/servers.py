@@ -80,6 +80,7 @@ SERVERS: Mapping[str, Server] = {
         (*_FURTHER, "allowed_token_ids", "bad_words", "skip_special_tokens", "regex", "choice"), salted=True
     ),
     "sglang": Server((*_FURTHER, "skip_special_tokens", "regex"), salted=True),
+    "tensorrt-llm": Server((*_FURTHER, "skip_special_tokens", "regex"), top_k_off=0, salted=True),
     "ollama": Server((), forces_tools=False),
     "weftline": Server((*_FURTHER, "typical_p", "allowed_token_ids", "bad_words", "skip_special_tokens"), top_k_off=0),
 }

@@ -32,6 +32,7 @@ from weftline.errors import (
 from weftline.node import OpenContext, Piece, Urgency
 
 HI = {"prompt": "hi"}
+LONG = {"prompt": "hi", "sampling": {"tokens_max": 1 << 20}}
 SECRET = "internal-host-42"
 """A text of the server that no client may read."""
 
@@ -239,7 +240,7 @@ def test_a_paused_request_is_read_no_further() -> None:
         reply.end()
 
     with scripted(script) as server, opened(server.url) as node:
-        node.submit(1, HI)
+        node.submit(1, LONG)
         node.pause(1)
         wait_until(lambda: server.asked and sent > 0)
         time.sleep(0.3)
@@ -263,7 +264,7 @@ def test_a_slow_worker_limits_what_is_kept() -> None:
         reply.end()
 
     with scripted(script) as server, opened(server.url) as node:
-        node.submit(1, HI)
+        node.submit(1, LONG)
         wait_until(lambda: server.asked and sent > 0)
         time.sleep(0.4)
         before = sent
@@ -359,6 +360,12 @@ def _endless_line(reply: Reply) -> None:
         reply.send(b"x" * (1 << 16))
 
 
+def _endless_answer(reply: Reply) -> None:
+    reply.send(STREAM)
+    while True:
+        reply.text("x" * (1 << 14))
+
+
 def _compressed(reply: Reply) -> None:
     reply.send(STREAM.replace(b"connection", b"content-encoding: gzip\r\nconnection") + b"\x1f\x8b")
 
@@ -370,7 +377,8 @@ def _compressed(reply: Reply) -> None:
         (_lines(b"data: {bad\n\n"), StepError, "no chunk of a chat completion"),
         (_lines(b'data: {"error": {"message": "%s"}}\n\n' % SECRET.encode()), StepError, SECRET),
         (_lines(b"data: [DONE]\n\n"), Unavailable, "ended within the answer"),
-        (_endless_line, StepError, "longer than"),
+        (_endless_line, StepError, "the response is too long"),
+        (_endless_answer, StepError, "the response is too long"),
         (_compressed, StepError, "compressed"),
         (lambda reply: reply.status(200, "{}", content_type="application/json"), StepError, "content type"),
         (lambda reply: reply.send(b"SSH-2.0-x\r\n"), Unavailable, "RemoteProtocolError"),
@@ -404,6 +412,14 @@ def test_text_of_a_server_cannot_forge_a_line_of_the_log(caplog: pytest.LogCaptu
         answer(node)
     [record] = [one for one in caplog.records if "HTTP status 500" in one.message]
     assert "\n" not in record.message and "\x1b" not in record.message and len(record.message) < 700
+
+
+def test_a_server_that_fails_every_request_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with scripted(status(500)) as server, opened(server.url) as node:
+        for item in range(40):
+            node.submit(item, HI)
+        pieces_of(node, 40)
+    assert 10 <= len([one for one in caplog.records if "HTTP status 500" in one.message]) < 20
 
 
 def test_a_connection_is_used_again_for_the_next_request() -> None:

@@ -12,20 +12,20 @@ EVENTS = [b'{"a":1}', b"b", b"c\nd", b"[DONE]"]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_are_the_same_in_chunks_of_any_size(size: int) -> None:
-    parser = EventParser()
+    parser = EventParser(1000)
     chunks = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
     assert [event for chunk in chunks for event in parser.feed(chunk)] == EVENTS
 
 
 @pytest.mark.parametrize("data", [b"data: " + b"x" * 40, b"x" * 40 + b"\n", b"data: xxxxxxxxx\n" * 4])
 def test_a_long_line_or_event_is_refused_before_its_end(data: bytes) -> None:
-    assert list(EventParser(event_bytes_max=len(data)).feed(data)) == []
+    assert list(EventParser(1000, len(data)).feed(data)) == []
     with pytest.raises(InvalidEvents, match="longer than 32 bytes"):
-        list(EventParser(event_bytes_max=32).feed(data))
+        list(EventParser(1000, 32).feed(data))
 
 
 def test_a_response_is_limited_as_a_whole_with_its_comments() -> None:
-    parser = EventParser(answer_bytes_max=30)
+    parser = EventParser(30)
     assert list(parser.feed(b": ping\n\n" * 3)) == []
     with pytest.raises(InvalidEvents, match="too long"):
         list(parser.feed(b": ping\n\n"))

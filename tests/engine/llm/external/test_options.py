@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from tests.engine.serving.auth.certificates import Authority
+from weftline.cli.chat_step import chat_step
 from weftline.engine.llm.external.node import ExternalLlm
 from weftline.engine.llm.external.options import ExternalLlmConfig
 from weftline.engine.llm.node import Llm
@@ -19,6 +22,7 @@ from weftline.pipelines.check.checker import check
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.json_schema import json_schema
 from weftline.pipelines.spec.loader import load_file
 
 KEY = "sk-1234567890"
@@ -94,7 +98,7 @@ def test_insecure_allows_http_and_a_private_authority_is_read(tmp_path: Path) ->
 def test_an_unsupported_option_names_the_servers_that_have_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         ports(tmp_path, sampling={"top_k": 5})
-    assert refused.value.fix == "remove it, or set `server` if it is one of vllm, sglang, weftline"
+    assert refused.value.fix == "remove it, or set `server` if it is one of vllm, sglang, tensorrt-llm, weftline"
 
 
 def test_the_ports_are_those_of_our_own_engine(tmp_path: Path) -> None:
@@ -156,6 +160,26 @@ def test_an_external_step_needs_no_gpu_and_no_memory(tmp_path: Path) -> None:
     assert any("answers come from model m at https://host (server: openai)" in note for note in plan.notes)
     assert any("its process inherits A_KEY" in note for note in plan.notes)
     assert KEY not in repr(plan)
+
+
+def test_a_gpu_that_was_stated_is_noted_as_unused(tmp_path: Path) -> None:
+    machine = Machine(8, 64 << 30, (Device("cuda:0", 80 << 30),))
+    plan = make_plan(pipeline(tmp_path, f"{EXTERNAL}\n    device: cuda:0"), machine)
+    assert "answer: it uses no GPU; leave `device` out" in plan.notes
+
+
+def test_editors_accept_the_options_of_both_engines(tmp_path: Path) -> None:
+    schema = jsonschema.Draft202012Validator(json_schema())
+    for options in (EXTERNAL, "kv_bytes: 100000000"):
+        pipeline(tmp_path, options)
+        assert list(schema.iter_errors(yaml.safe_load((tmp_path / "ask.yaml").read_text()))) == []
+    assert list(schema.iter_errors(yaml.safe_load(FILE % "typo: 1")))
+
+
+def test_a_chat_can_be_held_with_an_external_engine(tmp_path: Path) -> None:
+    step = chat_step(pipeline(tmp_path, f"{EXTERNAL}\n    system: be brief"))
+    assert (step.name, step.model, step.system) == ("answer", "m", "be brief")
+    assert check(step.pipeline) == []
 
 
 def test_checking_and_opening_an_external_step_loads_no_torch(tmp_path: Path) -> None:

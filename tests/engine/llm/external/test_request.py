@@ -49,7 +49,7 @@ def test_openai_is_sent_only_what_differs_from_its_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize(("server", "off"), [("vllm", -1), ("sglang", -1), ("weftline", 0)])
+@pytest.mark.parametrize(("server", "off"), [("vllm", -1), ("sglang", -1), ("tensorrt-llm", 0), ("weftline", 0)])
 def test_servers_with_defaults_of_the_model_are_sent_every_number(server: str, off: int) -> None:
     sent = body({"prompt": "hi", "sampling": {"temperature": 1}}, server)
     wanted = {"temperature": 1, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 128}
@@ -84,6 +84,7 @@ def test_other_constraints_go_where_a_server_has_them() -> None:
     assert body(regex)["structured_outputs"] == {"regex": "a+"}
     assert body(choice)["structured_outputs"] == {"choice": ["a", "b"]}
     assert body(regex, "sglang")["regex"] == "a+"
+    assert body(regex, "tensorrt-llm")["response_format"] == {"type": "regex", "regex": "a+"}
 
 
 @pytest.mark.parametrize(
