@@ -126,27 +126,23 @@ def test_the_key_is_sent_and_never_logged(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_many_requests_run_at_once_and_no_more_than_allowed() -> None:
-    lock, running, most = threading.Lock(), 0, 0
-    all_there = threading.Barrier(6)
+    begin = threading.Event()
 
     def script(reply: Reply) -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        all_there.wait(10)
-        with lock:
-            running -= 1
+        assert begin.wait(10)
         says(reply.asked.json["messages"][0]["content"])(reply)
 
     with scripted(script) as server, opened(server.url, sequences_max=6) as node:
         for item in range(12):
             node.submit(item, {"prompt": f"number {item}"})
+        wait_until(lambda: len(server.asked) == 6)
+        time.sleep(0.05)
+        assert (node.figures()["running"], node.figures()["waiting"], len(server.asked)) == (6, 6, 6)
+        begin.set()
         answered = pieces_of(node, 12)
     assert {item: pieces[-1].outputs["text"] for item, pieces in answered.items()} == {
         item: f"number {item}" for item in range(12)
     }
-    assert most == 6
 
 
 def test_the_most_urgent_request_gets_the_next_slot() -> None:
@@ -227,11 +223,14 @@ def test_an_expired_request_is_never_sent() -> None:
     assert server.asked == []
 
 
-def test_a_paused_request_is_read_no_further() -> None:
+def test_a_paused_request_is_read_no_further_and_others_are() -> None:
     sent, total = 0, 200
 
     def script(reply: Reply) -> None:
         nonlocal sent
+        if reply.asked.json["max_completion_tokens"] == 128:
+            says("other")(reply)
+            return
         reply.send(STREAM)
         for _ in range(total):
             reply.text("x" * (1 << 18))
@@ -242,11 +241,13 @@ def test_a_paused_request_is_read_no_further() -> None:
     with scripted(script) as server, opened(server.url) as node:
         node.submit(1, LONG)
         node.pause(1)
-        wait_until(lambda: server.asked and sent > 0)
+        wait_until(lambda: sent > 0)
+        node.submit(2, HI)
+        assert pieces_of(node).keys() == {2}
         time.sleep(0.3)
         before = sent
         time.sleep(0.2)
-        assert sent == before < total, "the server waits for the reader"
+        assert list(node.round()) == [] and sent == before < total, "the server waits for the reader"
         node.resume(1)
         assert len(pieces_of(node)[1][-1].outputs["text"]) == total << 18
 
