@@ -1,7 +1,9 @@
-"""The bundled chat model behind `weftline serve`, as the external engine: the answers of the step's own engine."""
+"""The bundled chat model behind `weftline serve` and `transformers serve`: the answers of the step's own engine."""
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -136,6 +138,44 @@ def test_a_cancelled_request_ends_at_the_server(both: tuple[Session, Session], u
 def test_the_server_refuses_what_it_cannot_do_as_an_input_error(both: tuple[Session, Session]) -> None:
     failed = ask(both[1], prompt="hi " * 30_000)
     assert isinstance(failed, InputError) and "refused the request as invalid" in str(failed)
+
+
+@contextmanager
+def served_by_transformers() -> Iterator[str]:
+    """Yield the base URL of transformers' own server, with the same model."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = ["serve", str(MODEL), "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "transformers.cli.transformers", *words]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/health"), 100)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+def test_answers_of_another_projects_server_are_the_same(both: tuple[Session, Session], tmp_path: Path) -> None:
+    requests = [{"prompt": prompt, "sampling": {"tokens_max": most}} for prompt in PROMPTS for most in (5, 24)]
+    wanted = together(both[0], requests)
+    with served_by_transformers() as url:
+        external = {"engine": "openai", "url": f"{url}/v1", "sequences_max": 2}
+        with answering(tmp_path, model=str(MODEL), **external) as session:
+            found = together(session, requests)
+    for one, two in zip(wanted, found, strict=True):
+        assert two["text"] == one["text"]
+        assert two["usage"] == {**one["usage"], "cached_tokens": None}
 
 
 def metric(url: str, name: str) -> float:
