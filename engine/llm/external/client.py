@@ -22,7 +22,7 @@ import msgspec
 
 from weftline.engine.llm.external.events import EventParser, InvalidEvents
 from weftline.engine.token_bucket import RateLimit
-from weftline.errors import CAUSES_MAX, InputError, LimitReached, StepError, Unavailable, WeftlineError
+from weftline.errors import CAUSES_MAX, InputError, StepError, Unavailable, WeftlineError
 
 CONNECT_S = 10.0
 """Most seconds for a connection, TLS included."""
@@ -171,11 +171,8 @@ class _Models(msgspec.Struct):
 def refusal(status: int, headers: Mapping[str, str]) -> CallFailed:
     """Return the error of a status other than 200."""
     after_s = retry_after_s(headers)
-    if status == 429:
-        text = "the external engine accepts no more requests now; try again"
-        return CallFailed(LimitReached(text, after_s or 0.0), True, after_s)
     if status in RETRIED:
-        return CallFailed(Unavailable("the external engine is not available now; try again"), True, after_s)
+        return CallFailed(Unavailable(f"the external engine is busy or down (HTTP status {status})"), True, after_s)
     if status in REFUSED:
         text = "the external engine refused the request as invalid"
         return CallFailed(InputError(f"{text} (HTTP status {status}); the log of the step has its reason"))
