@@ -223,7 +223,7 @@ def test_an_expired_request_is_never_sent() -> None:
 
 
 def test_a_paused_request_is_read_no_further_and_others_are() -> None:
-    sent, total = 0, 200
+    sent, total = 0, 100
 
     def script(reply: Reply) -> None:
         nonlocal sent
@@ -252,7 +252,7 @@ def test_a_paused_request_is_read_no_further_and_others_are() -> None:
 
 
 def test_a_slow_worker_limits_what_is_kept() -> None:
-    sent, total = 0, 200
+    sent, total = 0, 100
 
     def script(reply: Reply) -> None:
         nonlocal sent
