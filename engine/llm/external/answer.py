@@ -22,7 +22,7 @@ FINISHED = {
 }
 """Finish reasons of the step by those of the server; a server's own words for an end, such as eos, are `stop`."""
 ABORTED = ("abort", "error", "cancelled")
-"""Finish reasons of answers that the server gave up."""
+"""Finish reasons of answers that the server aborted."""
 
 
 class InvalidAnswer(ValueError):

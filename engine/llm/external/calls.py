@@ -3,7 +3,7 @@
 A request waits for one of `running_max` slots, the most urgent first. It is sent then, with the time left until its
 deadline as its limit. A call that failed before its answer began is repeated, within the deadline, at most
 `ATTEMPTS_MAX` times, and within a budget of one repetition for ten requests. Cancelling a request closes its
-connection, by which the server learns of it.
+connection, which ends the generation at the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RETRY_SHARE = 0.1
 BACKOFF_S = 0.25
 """Wait before the first repetition; it doubles each time, and half of it is random."""
 WAIT_MAX_S = 60.0
-"""Longest wait that a server can ask for; a request that must wait longer fails at once."""
+"""Longest `Retry-After` that is waited for; with a longer one a request fails at once."""
 TAIL_S = 1.0
 """Most seconds to read the end of a response after its last event, so that the connection can be used again."""
 CLOSE_S = 2.0

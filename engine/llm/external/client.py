@@ -57,7 +57,7 @@ class EngineAddress:
 class CallFailed(Exception):
     """A call failed. error: for its caller.   retry: nothing of an answer came, and a second call may succeed.
 
-    after_s: seconds until then, as the server said; None: it said nothing.
+    after_s: seconds until then, of the server's `Retry-After`; None without one.
     """
 
     def __init__(self, error: WeftlineError, retry: bool = False, after_s: float | None = None) -> None:

@@ -13,7 +13,7 @@ EVENT_BYTES_MAX = 4 << 20
 
 
 class InvalidEvents(ValueError):
-    """The response exceeds a limit; the message says which."""
+    """The response exceeds a limit, which the message names."""
 
 
 class EventParser:

@@ -106,7 +106,7 @@ class ExternalLlm(StreamNode):
         try:
             self._calls.open()
             if config.probe:
-                context.progress("asking the external engine for its models", 0.5)
+                context.progress("checking the external engine's models", 0.5)
                 self._check_model(self._calls.models())
         except OSError as error:
             self.close()

@@ -49,7 +49,7 @@ class ExternalLlmConfig:
     stall_max_s: float = 120.0
     """Most seconds without a byte from the server, before the first token too; the request fails then."""
     probe: bool = False
-    """Ask the server for its models when the step opens, and fail without an answer or without this model."""
+    """Check the server's list of models when the step opens; fail without an answer or without this model."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampling", checked_sampling(self.sampling))
@@ -104,7 +104,7 @@ def _check_url(config: ExternalLlmConfig) -> SplitResult:
         raise ConfigError("url", "found a query or fragment", expected, "remove what follows ? or #")
     if url.scheme == "http" and not (config.insecure or is_loopback(host)):
         found = f"found http to {host!r:.80}, which is not this machine"
-        raise ConfigError("url", found, "https", "use https; or say insecure: true, in a network with other protection")
+        raise ConfigError("url", found, "https", "use https; or add insecure: true, in a network with other protection")
     return url
 
 

@@ -1,6 +1,6 @@
 """Kinds of servers with OpenAI's API, and the fields of a chat completion that each of them reads.
 
-A server ignores fields that it does not know, and the answer would silently differ from the one requested. So a key of
+A server ignores unknown fields, and the answer would silently differ from the one requested. So a key of
 `sampling` that changes the answer is sent where the server's documentation has a field for it, and is refused
 elsewhere.
 
