@@ -61,6 +61,7 @@ class ExternalLlm(StreamNode):
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
                 port("tools", "json", optional=True, about="tool definitions, as OpenAI's"),
                 port("tool_choice", "json", optional=True, about="auto, none, required, or a function, as OpenAI's"),
+                port("parallel_tool_calls", "json", optional=True, about="false: at most one call"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 *((tenant,) if SERVERS[config.server].salted else ()),
             ),

@@ -126,15 +126,23 @@ def _tools(inputs: Mapping[str, Any], server: Server) -> dict[str, Any]:
     if choice is not None and choice not in TOOL_CHOICES and not named:
         raise InputError(f"tool_choice: expected {', '.join(TOOL_CHOICES)}, or an object with a function")
     tools = inputs.get("tools")
-    forced = choice not in (None, "auto", "none")
+    forced, parallel = choice not in (None, "auto", "none"), inputs.get("parallel_tool_calls")
+    if parallel is not None and not isinstance(parallel, bool):
+        raise InputError("parallel_tool_calls: expected true or false")
     if not tools and forced:
         raise InputError("tool_choice: no tools were sent, so none can be called")
     if forced and not server.forces_tools:
         raise InputError("tool_choice: the engine of this step cannot be made to call a tool; use auto or none")
     if not tools or choice == "none":
         return {}
-    checked = {"tools": mapped(check_tools(tools), str)}
-    return checked | ({"tool_choice": mapped(choice, str) if named else choice} if forced else {})
+    found: dict[str, Any] = {"tools": mapped(check_tools(tools), str)}
+    if forced:
+        found["tool_choice"] = mapped(choice, str) if named else choice
+    if parallel is False:
+        if not server.limits_calls:
+            raise InputError("parallel_tool_calls: the engine of this step cannot be limited to one call; leave it out")
+        found["parallel_tool_calls"] = False
+    return found
 
 
 def _salt(secret: bytes, caller: str, tenant: object) -> str:

@@ -40,6 +40,7 @@ class Server:
     top_k_off:   its value for `top_k: 0`.
     salted:      it reads `cache_salt`: requests with different salts share no cached prefix.
     forces_tools: it reads `tool_choice`.
+    limits_calls: it enforces `parallel_tool_calls: false`.
     """
 
     keys: tuple[str, ...]
@@ -48,6 +49,7 @@ class Server:
     top_k_off: int = -1
     salted: bool = False
     forces_tools: bool = True
+    limits_calls: bool = True
 
     def fields_of(self, params: SamplingParams) -> dict[str, Any]:
         """Return the fields that have the value of a key of `sampling` as it is."""
@@ -80,8 +82,8 @@ SERVERS: Mapping[str, Server] = {
         (*_FURTHER, "allowed_token_ids", "bad_words", "skip_special_tokens", "regex", "choice"), salted=True
     ),
     "sglang": Server((*_FURTHER, "skip_special_tokens", "regex"), salted=True),
-    "tensorrt-llm": Server((*_FURTHER, "skip_special_tokens", "regex"), top_k_off=0, salted=True),
-    "ollama": Server((), forces_tools=False),
+    "tensorrt-llm": Server((*_FURTHER, "skip_special_tokens", "regex"), top_k_off=0, salted=True, limits_calls=False),
+    "ollama": Server((), forces_tools=False, limits_calls=False),
     "weftline": Server((*_FURTHER, "typical_p", "allowed_token_ids", "bad_words", "skip_special_tokens"), top_k_off=0),
 }
 """Kinds of servers by the value of the option `server`."""

@@ -133,6 +133,16 @@ def test_tools_and_their_choice() -> None:
         assert body({"prompt": "hi", "tools": TOOLS, "tool_choice": choice})["tool_choice"] == choice
 
 
+def test_the_number_of_calls_is_limited_where_a_server_enforces_it() -> None:
+    inputs = {"prompt": "hi", "tools": TOOLS, "parallel_tool_calls": False}
+    for server in ("openai", "vllm", "sglang", "weftline"):
+        assert body(inputs, server)["parallel_tool_calls"] is False
+        assert "parallel_tool_calls" not in body({**inputs, "parallel_tool_calls": True}, server)
+    for server in ("tensorrt-llm", "ollama"):
+        with pytest.raises(InputError, match="parallel_tool_calls: the engine"):
+            body(inputs, server)
+
+
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
@@ -144,6 +154,7 @@ def test_tools_and_their_choice() -> None:
         ({"prompt": "a", "tools": {"a": 1}}, "tools: expected a list"),
         ({"prompt": "a", "tools": TOOLS, "tool_choice": "some"}, "tool_choice: expected auto"),
         ({"prompt": "a", "tool_choice": "required"}, "no tools were sent"),
+        ({"prompt": "a", "tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls: expected true or false"),
         ({"prompt": "a", "tenant": "x" * 300}, "tenant: expected"),
         ({"prompt": "a", "sampling": {"top_p": 2}}, "sampling.top_p"),
     ],
