@@ -265,6 +265,20 @@ def _fix_of_file(path: Path, model: str) -> str:
     return f"name its folder, {folder}" if (path.parent / "config.json").is_file() else ""
 
 
+def read_template(model: str, base_dir: Path) -> str:
+    """Return the text of a model's chat templates; '' without one, or where the model is not on this machine."""
+    folder = find_folder(model, base_dir)
+    if folder is None:
+        return ""
+    file = folder / "chat_template.jinja"
+    if file.is_file() and file.stat().st_size <= CONFIG_BYTES_MAX:
+        return file.read_text("utf-8", "replace")
+    config = read_json(folder / "tokenizer_config.json", f"{model}/tokenizer_config.json")
+    found = config.get("chat_template") if isinstance(config, dict) else None
+    several = found if isinstance(found, list) else [{"template": found}]
+    return "".join(str(one.get("template") or "") for one in several if isinstance(one, dict))
+
+
 def check_folder(model: str, base_dir: Path, auto_class: str) -> None:
     """Raise ConfigError about option `model` when a local folder lacks sound weights or a tokenizer.
 

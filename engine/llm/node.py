@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notation
+from weftline.engine.llm.answer_syntax import END_THINK
 from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.external.options import ONLY_EXTERNAL
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
@@ -19,6 +21,7 @@ from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,
@@ -44,6 +47,7 @@ from weftline.nodes.hugging_face import (
     check_folder,
     check_kind,
     find_config,
+    read_template,
 )
 from weftline.shm.device.names import torch_device
 
@@ -59,6 +63,7 @@ _TASK_KINDS = {
 _TASK_CLASSES = {
     "generate": "AutoModelForCausalLM", "embed": "AutoModel", "classify": "AutoModelForSequenceClassification"
 }  # fmt: skip
+_NO_TOOLS = ToolRequest()
 NAME_CHARS_MAX = 256
 """Most characters of a tenant or adapter name."""
 
@@ -68,8 +73,7 @@ class _Submitted:
     """An item ready for the engine. It waits for memory where its prompt is longer than all pages."""
 
     item: int
-    tokens: list[int]
-    params: SamplingParams
+    prepared: Prepared
     options: LlmRequestOptions
     now_ms: float
 
@@ -89,6 +93,7 @@ class Llm(StreamNode):
         self._tokens: Tokens | None = None
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
+        self._format: AnswerFormat | None = None
         self._refused: list[Piece] = []
         self._outputs: dict[int, RequestOutput] = {}
         self._counters = TokenCounters()
@@ -109,25 +114,33 @@ class Llm(StreamNode):
                 port("prompt", "text", optional=True, about="user message; either this or messages"),
                 port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
                 port("tools", "json", optional=True, about="tool definitions, as the chat template expects them"),
+                port("tool_choice", "json", optional=True, about="auto, none, required, or one function, as OpenAI's"),
+                port("parallel_tool_calls", "json", optional=True, about="false: at most one call"),
                 port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
                 port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
                 port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants"),
                 port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
             ),
             outputs=(
-                port("text", "text", pieces=True, about="the answer"),
-                port("usage", "json", about="prompt, completion and cached tokens, and finish_reason: stop or length"),
+                port("text", "text", pieces=True, about="the answer, without reasoning and tool calls"),
+                port("reasoning", "text", pieces=True, about="the text between <think> and </think>"),
+                port("tool_calls", "json", about="the calls of tools: [{id, type, function: {name, arguments}}, ...]"),
+                port("usage", "json", about="prompt, completion and cached tokens, and finish_reason"),
                 port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
             ),
         )
 
     @classmethod
     def plan_notes(cls, config: LlmConfig, step: StepContext) -> Sequence[str]:
-        """Return the round limits of a step on a GPU, whose defaults differ from a CPU's."""
+        """Return the round limits of a step on a GPU, whose defaults differ from a CPU's, and the answers' notation."""
         found = []
         for limits in dict.fromkeys(round_limits(config, one) for one in step.devices if torch_device(one) != "cpu"):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
             found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
+        if config.task == "generate":
+            tools, reasons = read_notation(config, read_template(config.model, step.base_dir))
+            found += [f"tool calls are read in the notation {tools} (tool_format)"] * bool(tools)
+            found += [f"text up to {END_THINK} is the output reasoning (reasoning)"] * reasons
         return found
 
     def open(self, context: OpenContext) -> None:
@@ -142,6 +155,7 @@ class Llm(StreamNode):
         if self.config.system and not self._tokens.has_template:
             self.close()
             raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be used")
+        self._format = AnswerFormat(self.config, self._tokens)
         self._retained = self._fixed_tokens() if self.config.task == "generate" else []
 
     def warm_up(self) -> None:
@@ -197,9 +211,11 @@ class Llm(StreamNode):
         deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             pool = engine.runner.head is not None
-            params = SamplingParams() if pool else self._params(inputs, urgency.seed)
-            tokens = words.raw(inputs["text"] or " ") if pool else self._prompt_tokens(inputs)
-            fixed = self._fixed(tokens)
+            if pool:
+                prepared = Prepared(words.raw(inputs["text"] or " "), SamplingParams(), None)
+            else:
+                prepared = self._prepared(inputs, urgency.seed)
+            fixed = self._fixed(prepared.prompt)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
                 urgency.priority,
@@ -212,10 +228,10 @@ class Llm(StreamNode):
         except WeftlineError as error:
             self._refuse(item, error)
         else:
-            asked = _Submitted(item, tokens, params, options, now_ms)
+            asked = _Submitted(item, prepared, options, now_ms)
             runner = engine.runner
             most = min(runner.context_max, self._kv_most_bytes // runner.page_bytes * runner.page_tokens)
-            if engine.context_max <= len(tokens) < most:
+            if engine.context_max <= len(prepared.prompt) < most:
                 self._long.append(asked)
             else:
                 self._add(asked)
@@ -223,12 +239,13 @@ class Llm(StreamNode):
     def _add(self, asked: _Submitted) -> None:
         """Add an item to the engine; one that is refused gets a piece with the error."""
         engine, words = self._opened()
+        prepared = asked.prepared
         try:
-            engine.add(asked.item, asked.tokens, asked.params, asked.options, now_ms=asked.now_ms)
+            engine.add(asked.item, prepared.prompt, prepared.params, asked.options, now_ms=asked.now_ms)
         except WeftlineError as error:
             self._refuse(asked.item, error)
         else:
-            self._outputs[asked.item] = RequestOutput(asked.params.n, words.decode)
+            self._outputs[asked.item] = RequestOutput(prepared.params.n, words.decode, prepared.syntax)
 
     def _refuse(self, item: int, error: WeftlineError) -> None:
         self._counters.failed += 1
@@ -290,7 +307,8 @@ class Llm(StreamNode):
     def _wanted_bytes(self, asked: _Submitted) -> int:
         """Return the KV memory that an item may need, at most the step's maximum."""
         runner = self._opened()[0].runner
-        tokens = min(len(asked.tokens) + asked.params.tokens_max, runner.context_max)
+        prepared = asked.prepared
+        tokens = min(len(prepared.prompt) + prepared.params.tokens_max, runner.context_max)
         pages = -(-tokens // runner.page_tokens)
         return min(pages, self._kv_most_bytes // runner.page_bytes) * runner.page_bytes
 
@@ -309,16 +327,25 @@ class Llm(StreamNode):
         engine = self._engine
         return bool(self._refused) or (engine is not None and (engine.busy or not engine.recorded))
 
-    def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
+    def _prepared(self, inputs: Mapping[str, Any], seed: int | None) -> Prepared:
+        """Return prompt, sampling options and answer notation of a request; InputError if it is invalid."""
+        if self._format is None:
+            raise RuntimeError("the llm node is not open")
+        tools = ToolRequest.read(inputs)
+        params = self._params(inputs, seed, shows_control=bool(tools.offered) and not self._format.tools)
+        return self._format.prepare(tools, self._prompt_tokens(inputs, tools), params)
+
+    def _params(self, inputs: Mapping[str, Any], seed: int | None, shows_control: bool) -> SamplingParams:
         params: SamplingParams = self.config.sampling
-        if inputs.get("tools"):
-            params = dataclasses.replace(params, skip_special_tokens=False)  # tool calls may contain special tokens
+        if shows_control:  # the caller reads the calls, and control tokens may be part of them
+            params = dataclasses.replace(params, skip_special_tokens=False)
         if inputs.get("sampling") is not None:
             params = SamplingParams.read(inputs["sampling"], params)
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
-    def _prompt_tokens(self, inputs: Mapping[str, Any]) -> list[int]:
+    def _prompt_tokens(self, inputs: Mapping[str, Any], request: ToolRequest = _NO_TOOLS) -> list[int]:
         _, tokens = self._opened()
+        tools = list(request.offered) or None
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if (prompt is None) == (messages is None):
             found = "neither" if prompt is None else "both"
@@ -326,12 +353,12 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages, inputs.get("tools"))
+            return tokens.chat(messages, tools)
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
-        if not tokens.has_template:
-            return tokens.raw(prompt)
-        return tokens.chat(self._turns(prompt), inputs.get("tools"))
+        if not tokens.has_template and tools:
+            raise InputError("tools: the model has no chat template, which would describe them", param="tools")
+        return tokens.chat(self._turns(prompt), tools) if tokens.has_template else tokens.raw(prompt)
 
     def _turns(self, prompt: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -365,15 +392,15 @@ class Llm(StreamNode):
         self._counters.add(update, first=not output.begun)
         if update.error is not None:
             del self._outputs[item]
-            pieces.append(Piece(item, last=True, error=update.error))
+            pieces.append(Piece(item, last=True, error=output.named_error(update.error)))
             return
         if update.pooled is not None:
             del self._outputs[item]
             pieces.append(Piece(item, self._pooled(update), last=True))
             return
-        output.add(update)
-        if update.text and output.streams:
-            pieces.append(Piece(item, {"text": update.text}))
+        added = output.add(update)
+        if added and output.streams:
+            pieces.append(Piece(item, added))
         if update.last:
             del self._outputs[item]
             pieces.append(Piece(item, output.outputs(), last=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from weftline.engine.llm.answer_syntax import TOOL_FORMATS
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
@@ -16,6 +17,8 @@ WEIGHTS = ("auto", "fp8", "int8", "int4")
 TASKS = ("generate", "embed", "classify")
 POOLINGS = ("last", "mean", "first")
 ENGINES = ("weftline", "openai")
+TOOLS = ("auto", "none", *TOOL_FORMATS)
+REASONING = ("auto", "none")
 SPECULATIONS = ("none", "ngram", "draft")
 DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
@@ -40,6 +43,12 @@ class LlmConfig:
     """Fixed beginning of every prompt; its pages are kept longest. A step with `prompt:` sets it itself."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
+    tool_format: str = "auto"
+    """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, or none (calls stay in
+    `text`)."""
+    reasoning: str = "auto"
+    """auto: text between <think> and </think> is the output `reasoning`, if the chat template has these marks. none: it
+    stays in `text`."""
     pooling: str = "last"
     """Pooling of token embeddings: last, mean or first."""
     page_tokens: int = 16
@@ -117,6 +126,8 @@ def check_options(config: LlmConfig) -> None:
         "weights": WEIGHTS,
         "task": TASKS,
         "pooling": POOLINGS,
+        "tool_format": TOOLS,
+        "reasoning": REASONING,
         "speculation": SPECULATIONS,
         "engine": ENGINES,
     }
@@ -127,6 +138,9 @@ def check_options(config: LlmConfig) -> None:
         raise ConfigError("model", "found an empty text", "a model's folder or name")
     if (config.speculation == "draft") != bool(config.draft_model):
         raise ConfigError("draft_model", f"found {config.draft_model!r:.60}", "a model exactly with speculation: draft")
+    for option in ("tool_format", "reasoning"):
+        if config.task != "generate" and getattr(config, option) != "auto":
+            raise ConfigError(option, f"found {getattr(config, option)}", f"auto, with task: {config.task}")
     if config.task != "generate" and (config.speculation != "none" or config.adapters):
         raise ConfigError("task", f"found {config.task}", "generate, with speculation or adapters")
     plain = config.task == "generate" and config.weights == "auto" and config.speculation != "draft"
