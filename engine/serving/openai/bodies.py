@@ -46,7 +46,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "parallel_tool_calls": (True,),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "suffix": ("",),
@@ -167,6 +166,11 @@ class GenerationBody(OpenAiBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def has_tools(self) -> bool:
+        """True if the model may call tools."""
+        return False
+
+    @property
     def top_logprobs_count(self) -> int | None:
         """Number of likeliest tokens listed with each token; None: no log-probabilities."""
         raise NotImplementedError
@@ -213,11 +217,12 @@ class GenerationBody(OpenAiBody):
 
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions. `messages.py` reads the messages."""
+    """Body of /v1/chat/completions. `messages.py` reads the messages, `tools.py` the tools."""
 
     messages: Any = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Flag | None = None
     logprobs: Flag | None = None
     top_logprobs: LikeliestCount | None = None
 
@@ -226,6 +231,10 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise HttpError("top_logprobs: requires logprobs: true", param="top_logprobs")
         return self
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def top_logprobs_count(self) -> int | None:

@@ -80,9 +80,9 @@ class Endpoint:
         outputs = gather_or_cancel([self._context.outputs(request, one) for one in asks])
         return await while_connected(request.receive, outputs)
 
-    async def _text(self, request: Request, ask: Ask, output: str) -> StreamedText:
+    async def _text(self, request: Request, ask: Ask, *outputs: str) -> StreamedText:
         """Start a streamed request and wait for its first chunk; failures up to then are raised."""
-        return StreamedText(output, *await self._context.begin(request, ask))
+        return StreamedText(outputs, *await self._context.begin(request, ask))
 
 
 def tenant_of(request: Request, ports: AnswerPorts | RerankPorts) -> dict[str, str]:
@@ -120,7 +120,8 @@ class GenerationEndpoint(Endpoint, ABC):
         created = int(self._context.now_s())
         with body.naming_fields():
             if body.stream:
-                text = await self._text(request, generation.asks[0], ports.output)
+                texts = [name for name in (ports.output, ports.reasoning) if name]
+                text = await self._text(request, generation.asks[0], *texts)
                 header = AnswerHeader(self.format.chunk_object, body.model, created)
                 return EventStream(chunks(generation, header, text))
             answers = await self._outputs_of(request, generation.asks)
@@ -136,7 +137,10 @@ class GenerationEndpoint(Endpoint, ABC):
         elif sampling:
             common[ports.sampling] = sampling
         common |= tenant_of(request, ports)
-        wanted = [ports.output, ports.usage, ports.tool_calls, answers_output(body, ports.answers)]
+        answers = answers_output(body, ports.answers)
+        if body.has_tools and ports.tool_calls is None:
+            answers = ports.answers  # which have the calls too
+        wanted = [ports.output, ports.reasoning, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
         asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
         return Generation(body, ports, self.format, tuple(asks))
@@ -169,32 +173,33 @@ class Completions(GenerationEndpoint):
 
 
 class StreamedText:
-    """A streamed output of text, and the complete values of all outputs."""
+    """Streamed outputs of text, and the complete values of all outputs. texts: names of the former."""
 
-    def __init__(self, output: str, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]) -> None:
-        self._output = output
+    def __init__(
+        self, texts: Sequence[str], first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
+    ) -> None:
         self._first = first
         self._stream = stream
-        self._chars = 0
+        self._chars = dict.fromkeys(texts, 0)
         self.outputs: dict[str, Any] = {}
 
-    async def deltas(self) -> AsyncGenerator[str, None]:
-        """Yield the text as it grows. Closes the stream."""
+    async def deltas(self) -> AsyncGenerator[tuple[str, str], None]:
+        """Yield (output, text) as the texts grow. Closes the stream."""
         try:
             chunk = self._first
             while chunk is not None:
                 if chunk.last:
                     self.outputs[chunk.output] = chunk.value
-                elif chunk.output == self._output and chunk.value:
-                    self._chars += len(chunk.value)
-                    yield chunk.value
+                elif chunk.output in self._chars and chunk.value:
+                    self._chars[chunk.output] += len(chunk.value)
+                    yield chunk.output, chunk.value
                 chunk = await anext(self._stream, None)
         finally:
             await self._stream.aclose()
 
-    def rest(self, text: str) -> str:
-        """Return the part of the complete text that was not yielded."""
-        return text[self._chars :]
+    def rest(self, output: str | None, text: str) -> str:
+        """Return the part of an output's complete text that was not yielded."""
+        return text[self._chars.get(output or "", 0) :]
 
 
 def completion(generation: Generation, header: AnswerHeader, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,10 +221,13 @@ async def chunks(generation: Generation, header: AnswerHeader, text: StreamedTex
         async with contextlib.aclosing(text.deltas()) as deltas:
             for choice in format.opening():
                 yield event(common | {"choices": [choice]})
-            async for delta in deltas:
-                yield event(common | {"choices": [format.delta(delta)]})
+            async for output, delta in deltas:
+                yield event(common | {"choices": [format.delta(delta, output == ports.reasoning)]})
     for one in choices_of(text.outputs, ports, body.top_logprobs_count is not None, 0):
-        for choice in format.ending(one, text.rest(one.text) if one.index == 0 else one.text):
+        rests = one.text, one.reasoning
+        if one.index == 0:
+            rests = text.rest(ports.output, one.text), text.rest(ports.reasoning, one.reasoning)
+        for choice in format.ending(one, *rests):
             yield event(common | {"choices": [choice]})
     if body.usage_in_stream:
         yield event(common | {"usage": usage_of(text.outputs.get(ports.usage or "")).to_json()})
@@ -340,10 +348,10 @@ def _check_lists(form: FormData) -> None:
 async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed transcription."""
     async with contextlib.aclosing(text.deltas()) as deltas:
-        async for delta in deltas:
+        async for _, delta in deltas:
             yield event({"type": "transcript.text.delta", "delta": delta})
     whole = text.outputs.get(output) or ""
-    if rest := text.rest(whole):
+    if rest := text.rest(output, whole):
         yield event({"type": "transcript.text.delta", "delta": rest})
     yield event({"type": "transcript.text.done", "text": whole})
     yield DONE

@@ -8,9 +8,10 @@
     speech         a text input and an audio output; inputs `speed` (json) and `voice` (text) are optional
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
-`transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter`, `language` and `voice` (text)
-have their own meaning; images and audio of a conversation go to the image and audio inputs in the order they are
-declared. Every other input must be one that may be left out.
+`transcript` counts too. Inputs called `sampling`, `tools`, `tool_choice`, `parallel_tool_calls` (json), `tenant`,
+`adapter`, `language` and `voice` (text), and an output `reasoning` (text) have their own meaning; images and audio of a
+conversation go to the image and audio inputs in the order they are declared. Every other input must be one that may be
+left out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from weftline.engine.serving.model_info import ModelInfo, PortInfo
 OWN_MEANING = ("adapter", "tenant", "language", "voice")
 """Text inputs that are never what the user says."""
 
+TOOL_INPUTS = ("tools", "tool_choice", "parallel_tool_calls")
+"""Inputs with the values of the fields of that name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPorts:
@@ -35,6 +39,7 @@ class AnswerPorts:
     usage: str | None
     answers: str | None
     tool_calls: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class ChatPorts(AnswerPorts):
     messages: str | None
     prompt: str | None
     tools: str | None
+    tool_choice: str | None
+    parallel_tool_calls: str | None
     images: tuple[PortInfo, ...]
     audio: tuple[PortInfo, ...]
 
@@ -96,7 +103,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
     messages, prompt = _input(info, "messages", "json"), _text_input(info)
     if messages is None and prompt is None and not audio:
         raise _cannot(info, task, "it has no input `messages` (json), and no text or audio input instead")
-    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
+    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tenant", *TOOL_INPUTS}
     _check_rest(info, task, fed)
     return ChatPorts(
         output=_text_output(info, task, ("text", "answer")),
@@ -107,7 +114,10 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         tool_calls=_output(info, "tool_calls", "json"),
         messages=messages,
         prompt=prompt,
+        reasoning=_output(info, "reasoning", "text"),
         tools=_input(info, "tools", "json"),
+        tool_choice=_input(info, "tool_choice", "json"),
+        parallel_tool_calls=_input(info, "parallel_tool_calls", "json"),
         images=images,
         audio=audio,
     )
@@ -192,7 +202,7 @@ def _text_input(info: ModelInfo) -> str | None:
 
 
 def _text_output(info: ModelInfo, task: str, names: tuple[str, ...]) -> str:
-    texts = [one.name for one in info.outputs if one.type == "text"]
+    texts = [one.name for one in info.outputs if one.type == "text" and one.name != "reasoning"]
     for name in names:
         if name in texts:
             return name
