@@ -21,7 +21,7 @@ from weftline.pipelines.spec.wire import Wire
 INPUTS = {"messages": "json", "prompt": "text", "sampling": "json"}
 """Optional inputs of the step's own pipeline, by port."""
 
-OUTPUTS = ("text", "usage")
+OUTPUTS = ("text", "reasoning", "usage")
 
 
 @dataclass(frozen=True, slots=True)
