@@ -123,10 +123,10 @@ class Llm(StreamNode):
             ),
             outputs=(
                 port("text", "text", pieces=True, about="the answer, without reasoning and tool calls"),
-                port("reasoning", "text", pieces=True, about="the text between <think> and </think>"),
+                port("reasoning", "text", pieces=True, about="the model's reasoning before the answer"),
                 port("tool_calls", "json", about="the calls of tools: [{id, type, function: {name, arguments}}, ...]"),
-                port("usage", "json", about="prompt, completion and cached tokens, and finish_reason"),
-                port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
+                port("usage", "json", about="counts of tokens, and finish_reason: stop, length or tool_calls"),
+                port("answers", "json", about="all answers: [{index, text, tool_calls, finish_reason, ...}, ...]"),
             ),
         )
 

@@ -47,8 +47,8 @@ class LlmConfig:
     """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, or none (calls stay in
     `text`)."""
     reasoning: str = "auto"
-    """auto: text between <think> and </think> is the output `reasoning`, if the chat template has these marks. none: it
-    stays in `text`."""
+    """Separation of reasoning: auto (text between `<think>` and `</think>` is the output `reasoning`, if the chat
+    template has these marks) or none (it stays in `text`)."""
     pooling: str = "last"
     """Pooling of token embeddings: last, mean or first."""
     page_tokens: int = 16
