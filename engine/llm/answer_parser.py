@@ -87,16 +87,21 @@ class AnswerParser:
 
     def push(self, text: str, final: bool = False) -> AnswerParts:
         """Add text; return the parts that it completes. final: the answer ends with it."""
-        for start in range(0, len(text) or 1, PUSH_CHARS):
-            self._rest += text[start : start + PUSH_CHARS]
-            ends = final and start + PUSH_CHARS >= len(text)
-            while self._state(ends):
-                pass
+        done = 0
+        while len(text) - done > PUSH_CHARS:
+            self._advance(text[done : done + PUSH_CHARS], False)
+            done += PUSH_CHARS
+        self._advance(text[done:], final)
         if final and not self._calls:
             self._content.flush_space()
-        calls = tuple(self._calls[self._pushed_calls :])
+        calls = tuple(self._calls[self._pushed_calls :]) if len(self._calls) > self._pushed_calls else ()
         self._pushed_calls = len(self._calls)
         return AnswerParts(self._content.pop(), self._reasoning.pop(), calls)
+
+    def _advance(self, text: str, final: bool) -> None:
+        self._rest = self._rest + text if self._rest else text
+        while self._state(final):
+            pass
 
     def _opening_state(self, final: bool) -> bool:
         start = self._rest.lstrip()
@@ -209,7 +214,8 @@ class AnswerParser:
             part.add(self._rest[:at])
             self._rest = self._rest[at + len(mark) :]
             return True
-        end = len(self._rest) - (0 if final or not mark else overlap(self._rest, mark))
+        keep = 0 if final or not mark else overlap(self._rest, mark)
+        end = len(self._rest) - keep
         part.add(self._rest[:end])
         self._rest = self._rest[end:]
         return False
@@ -263,11 +269,12 @@ class _PartText:
     def add(self, text: str) -> None:
         body = text.rstrip()
         if not body:
-            self._space.append(text)
+            if text:
+                self._space.append(text)
             return
-        joined = "".join([*self._space, body])
+        joined = "".join([*self._space, body]) if self._space else body
         self._pieces.append(joined.lstrip() if self._trimmed and not self._pieces else joined)
-        self._space = [text[len(body) :]]
+        self._space = [text[len(body) :]] if len(body) < len(text) else []
 
     def trim_start(self) -> None:
         """Drop white space at the start."""
@@ -286,6 +293,8 @@ class _PartText:
 
     def pop(self) -> str:
         """Return the text since the last call."""
+        if self._popped == len(self._pieces):
+            return ""
         new = "".join(self._pieces[self._popped :])
         self._popped = len(self._pieces)
         return new

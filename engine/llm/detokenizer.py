@@ -220,4 +220,6 @@ def _spelled_in_bytes(name: str) -> bytes:
 
 def overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of `text` could be the beginning of `stop`."""
+    if stop[0] not in text:
+        return 0
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
