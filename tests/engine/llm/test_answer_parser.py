@@ -77,6 +77,7 @@ CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"tools": "llama3"}, "<|python_tag|>print(1)", "<|python_tag|>print(1)", "", []),
     ({"tools": "llama3"}, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', "", []),
     ({"tools": "llama3"}, '{"a": 1} is JSON', '{"a": 1} is JSON', "", []),
+    ({"tools": "llama3"}, f"{{}}\n{LLAMA_LOOK}", f"{{}}\n{LLAMA_LOOK}", "", []),
     ({"tools": "llama3"}, f"See {LLAMA_LOOK}", f"See {LLAMA_LOOK}", "", []),
     ({"tools": "llama3"}, " plain {} text ", " plain {} text ", "", []),
     ({"tools": "llama3"}, "  ", "  ", "", []),
