@@ -35,6 +35,7 @@ def calls_of(parts: AnswerParts) -> list[tuple[str, Any]]:
 
 SKY = '{"at": "the <b> sky", "n": 2}'
 QUOTED = '<tool_call>{"name": "look", "arguments": {"at": "a \\"</tool_call>\\" {\n \\\\"}}</tool_call>'
+INFINITE = '{"name": "look", "arguments": {"n": 1e999}}'
 NAN = '{"name": "look", "arguments": {"n": NaN}}'
 LONE = '{"name": "look", "arguments": {"at": "\\ud800"}}'
 TEXTS_AS_ARGUMENTS = '{"name": "look", "arguments": "{}"}'
@@ -55,6 +56,7 @@ CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"tools": "hermes"}, "1 <tool 2 ", "1 <tool 2 ", "", []),
     ({"tools": "hermes"}, QUOTED, "", "", [("look", {"at": 'a "</tool_call>" {\n \\'})]),
     ({"tools": "hermes"}, f"<tool_call>{NAN}</tool_call>", f"<tool_call>{NAN}</tool_call>", "", []),
+    ({"tools": "hermes"}, f"<tool_call>{INFINITE}</tool_call>", f"<tool_call>{INFINITE}</tool_call>", "", []),
     ({"tools": "hermes"}, f"<tool_call>{LONE}</tool_call>", f"<tool_call>{LONE}</tool_call>", "", []),
     ({"tools": "hermes"}, f"<tool_call>{TEXTS_AS_ARGUMENTS}", f"<tool_call>{TEXTS_AS_ARGUMENTS}", "", []),
     ({"tools": "hermes"}, XML, XML, "", []),
@@ -85,6 +87,8 @@ CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"reasoning": True, "thinking": True}, "Hm.\n</think>\nYes.", "Yes.", "Hm.", []),
     ({"reasoning": True}, "\n<think></think>", "", "", []),
     ({"reasoning": True}, "<think>never ends", "", "never ends", []),
+    ({"reasoning": True}, " " * 64 + "<think>a", "", "a", []),
+    ({"reasoning": True}, " " * 65 + "<think>a", " " * 65 + "<think>a", "", []),
     ({"reasoning": True}, " <thin", " <thin", "", []),
     ({"reasoning": True}, "Yes. <think>no</think>", "Yes. <think>no</think>", "", []),
     (
