@@ -14,6 +14,7 @@ from typing import Any
 
 from weftline.engine.llm.answer_syntax import CALLS_MAX, END_HERMES, END_THINK, HERMES, MISTRAL
 from weftline.engine.llm.grammar.constraint import TEXT_BYTES_MAX
+from weftline.engine.llm.params import shown
 from weftline.engine.llm.tokens import check_tools
 from weftline.errors import InputError
 
@@ -24,6 +25,9 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """White space in a call's JSON is fixed: with a choice, a model could continue with spaces without end."""
+
+_SPECIAL = ("::=", "<[")
+"""What has a meaning in a grammar, and is escaped in a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class ToolRequest:
         kind, name = _read_choice(inputs.get("tool_choice"))
         parallel = inputs.get("parallel_tool_calls")
         if parallel is not None and not isinstance(parallel, bool):
-            message = f"parallel_tool_calls: found {parallel!r:.40}, expected true or false"
+            message = f"parallel_tool_calls: found {shown(parallel)}, expected true or false"
             raise InputError(message, param="parallel_tool_calls")
         tools = inputs.get("tools")
         offered = () if tools is None or kind == "none" else tuple(check_tools(tools))
@@ -102,7 +106,7 @@ def _read_choice(value: object) -> tuple[str, str]:
         name = _function_of(value).get("name")
     if not isinstance(name, str) or not name:
         form = '{"type": "function", "function": {"name": ...}}'
-        message = f"tool_choice: found {value!r:.60}, expected auto, none, required or {form}"
+        message = f"tool_choice: found {shown(value)}, expected auto, none, required or {form}"
         raise InputError(message, param="tool_choice")
     return "function", name
 
@@ -125,12 +129,20 @@ def _read_function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, 
 
 
 def _rules(place: int, name: str, schema: Mapping[str, Any], key: str) -> str:
-    opening = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+    begin, between, end = map(_literal, ('{"name": ', f', "{key}": ', "}"))
+    call = f"call{place}: {begin} name{place} {between} args{place} {end}"
+    return "\n".join([call, f"name{place}: {_json({'const': name}, name)}", f"args{place}: {_json(schema, name)}"])
+
+
+def _json(schema: Mapping[str, Any], name: str) -> str:
+    """Return the expression of JSON with a schema, of the function `name`."""
     try:
-        written = json.dumps({**schema, "x-guidance": _SPACES}, ensure_ascii=False, allow_nan=False)
+        text = json.dumps({**schema, "x-guidance": _SPACES}, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):  # NaN, numbers of thousands of digits
         raise InputError(f"tools: the parameters of {name!r:.80} cannot be written as JSON", param="tools") from None
-    return f"call{place}: {_literal(opening)} args{place} {_literal('}')}\nargs{place}: %json {written}"
+    for special in _SPECIAL:  # these can only be parts of strings
+        text = text.replace(special, f"\\u{ord(special[0]):04x}{special[1:]}")
+    return f"%json {text}"
 
 
 def _calls(format: str, parallel: bool, ids: Mapping[str, int]) -> str:
@@ -160,4 +172,4 @@ def _mark(mark: str, ids: Mapping[str, int]) -> str:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)

@@ -176,11 +176,11 @@ def test_a_conversation_with_calls_reaches_the_template_as_objects(tmp_path: Pat
     ("inputs", "param", "message"),
     [
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "expected auto, none, required"),
-        ({"tools": TOOLS, "tool_choice": 5}, "tool_choice", "expected auto, none, required"),
+        ({"tools": TOOLS, "tool_choice": 10**5000}, "tool_choice", "expected auto, none, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "expected auto, none, required"),
         ({"tools": TOOLS, "tool_choice": {**WEATHER, "function": {"name": "g"}}}, "tool_choice", "found 'g'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools were sent"),
-        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "expected true or false"),
+        ({"tools": TOOLS, "parallel_tool_calls": 10**5000}, "parallel_tool_calls", "expected true or false"),
         ({"tools": [{"type": "function"}], "tool_choice": "required"}, "tools", r"tools\[0\].function.name"),
         ({"tools": [{}] * 129}, "tools", "at most 128"),
         ({"tools": TOOLS, "tool_choice": "required", "sampling": {"regex": "a"}}, "tool_choice", "sampling.regex"),
@@ -237,5 +237,11 @@ def test_the_plan_names_the_notation_of_the_model(tmp_path: Path) -> None:
         "tool calls are read in the notation hermes",
         "text up to </think> is the output reasoning",
     ]
+    (tmp_path / "m/chat_template.jinja").unlink()
+    several = [{"name": "default", "template": "{}"}, {"name": "tool_use", "template": "[TOOL_CALLS]"}]
+    for template, format in (("<|python_tag|>", "llama3"), (several, "mistral"), (None, None)):
+        (tmp_path / "m/tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        notes = Llm.plan_notes(LlmConfig(model="m"), StepContext(tmp_path))
+        assert notes == [f"tool calls are read in the notation {format} (tool_format)"] * (format is not None)
     assert Llm.plan_notes(LlmConfig(model="m", tool_format="none", reasoning="none"), StepContext(tmp_path)) == []
     assert Llm.plan_notes(LlmConfig(model="some/model"), StepContext(tmp_path)) == []

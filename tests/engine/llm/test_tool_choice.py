@@ -10,6 +10,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from weftline.engine.llm.answer_parser import AnswerParser
 from weftline.engine.llm.answer_syntax import AnswerSyntax
+from weftline.engine.llm.grammar.compiler import _translated, _without_token_ids
+from weftline.engine.llm.grammar.constraint import Constraint
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.errors import InputError
 
@@ -68,6 +70,28 @@ def test_marks_are_written_as_their_tokens() -> None:
         grammar = request.grammar(format, ids, thinking=True)
         assert {mark for mark in ("<[7]>", "<[8]>", "<[9]>", "<[10]>") if mark in grammar} == marks
         assert "tool_call>" not in grammar and "TOOL_CALLS" not in grammar
+
+
+ODD = 'a"b\\\n\t\x01 <[5]> ::= é\u2028\U0001f600 %json {} /x/ # y'
+
+
+def test_names_and_values_of_any_characters_are_permitted() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#", "title": "Args", "type": "object",
+        "properties": {ODD: {"enum": [ODD], "description": f"x {ODD}"}, "on": {"type": "string", "format": "date"}},
+        "required": [ODD, "on"], "additionalProperties": False,
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": ODD, "parameters": schema, "strict": True}}]
+    call = {"name": ODD, "arguments": {ODD: ODD, "on": "2026-11-25"}}
+    text = f"[TOOL_CALLS][{json.dumps(call, ensure_ascii=False)}]"
+    assert permits(text, "mistral", tools=tools, tool_choice="required")
+    constraint = Constraint(
+        "grammar", ToolRequest.read({"tools": tools, "tool_choice": "required"}).grammar("mistral", {}, False)
+    )
+    assert _without_token_ids(constraint) == constraint and _translated(constraint)
+    parser = AnswerParser(AnswerSyntax("mistral"))
+    [found] = parser.push(text, final=True).calls
+    assert found["function"]["name"] == ODD and json.loads(found["function"]["arguments"]) == call["arguments"]
 
 
 def test_large_schemas_are_refused_by_name() -> None:
