@@ -155,7 +155,7 @@ class AnswerParser:
         """Return the index of the JSON value; -1 where it is not known yet; None if no call begins here."""
         text, mistral = self._rest, self._syntax.tools == "mistral"
         start = text.lstrip()
-        if start.startswith(("{", "[") if mistral else "{"):
+        if start.startswith("{" if self._syntax.tools == "llama3" else ("{", "[")):
             at = len(text) - len(start)
         elif mistral or not start:
             at = text.find("{")

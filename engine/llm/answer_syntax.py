@@ -2,7 +2,8 @@
 
 Models write both as text, in a notation that their chat template shows:
 
-    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once per call (Hermes, Qwen 2.5 and 3)
+    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>, once per call (Hermes, Qwen 2.5 and 3), or with a
+             list of such objects
     llama3   {"name": "f", "parameters": {...}} where the answer begins or after <|python_tag|>; more calls after `;`
              (Llama 3.1 and later)
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...} once per call
@@ -52,7 +53,7 @@ class AnswerSyntax:
 
 def find_tool_format(template: str) -> str:
     """Return the format of calls that a chat template shows; '' for none that is known."""
-    if "<function=" in template:  # Qwen3-Coder: XML inside <tool_call>
+    if "<function=" in template or "<arg_key>" in template:  # XML inside <tool_call>: Qwen3-Coder, GLM
         return ""
     if HERMES in template:
         return "hermes"

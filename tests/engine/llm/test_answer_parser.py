@@ -49,6 +49,7 @@ CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"tools": "hermes"}, f"<tool_call>{LOOK}</tool_call>\nThen I wait. ", "Then I wait.", "", CALLED[:1]),
     ({"tools": "hermes"}, f"Hm. <tool_call>{LOOK}</tool_call>\nYes.", "Hm.\nYes.", "", CALLED[:1]),
     ({"tools": "hermes"}, f"<tool_call>{LOOK}", "", "", CALLED[:1]),
+    ({"tools": "hermes"}, f"<tool_call>[{LOOK}, {STOP}]</tool_call>", "", "", CALLED),
     ({"tools": "hermes"}, f"<tool_call><tool_call>{LOOK}</tool_call>", "<tool_call>", "", CALLED[:1]),
     ({"tools": "hermes"}, "a <tool_call>{x}</tool_call> b ", "a <tool_call>{x}</tool_call> b ", "", []),
     ({"tools": "hermes"}, 'a <tool_call>{"name"', 'a <tool_call>{"name"', "", []),
@@ -174,7 +175,7 @@ def read_whole(text: str, syntax: AnswerSyntax) -> tuple[str, str, list[tuple[st
 def _pieces(text: str, syntax: AnswerSyntax, start: bool) -> list[Any]:
     """Return content and calls in order."""
     patterns = {
-        "hermes": r"<tool_call>\s*(?={)",
+        "hermes": r"<tool_call>\s*(?=[{\[])",
         "mistral": r"\[TOOL_CALLS\](?=[^{]*{|\s*\[)",
         "llama3": r"<\|python_tag\|>\s*(?={)",
     }
@@ -295,6 +296,7 @@ def test_time_is_linear_in_the_length_of_the_answer() -> None:
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|python_tag|>' }}", "llama3"),
         ("{{ '<tool_call><function=' }}", ""),
+        ("{{ '<tool_call>f<arg_key>' }}", ""),
         ("{{ messages }}", ""),
     ],
 )
