@@ -305,7 +305,7 @@ def _with_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(function["arguments"].strip() or "{}")
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -47,7 +47,8 @@ def _read_name(where: str, tool: Any) -> str:
     if isinstance(kind, str) and kind != "function":
         raise unsupported("tools", f"{where}.type: found {kind!r:.40}, only function is supported")
     function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+    function = function if isinstance(function, dict) else {}
+    name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
         raise HttpError(f"{where}.function.name: expected a text of 1 to {NAME_CHARS_MAX} characters", param="tools")
     if not isinstance(function.get("parameters") or {}, dict):
