@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from weftline.engine.llm.answer_syntax import END_THINK, MARKS, OPENING, THINK, AnswerSyntax, find_tool_format
+from weftline.engine.llm.answer_syntax import (
+    END_THINK,
+    FORCED_FORMATS,
+    MARKS,
+    OPENING,
+    THINK,
+    AnswerSyntax,
+    find_tool_format,
+)
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.errors import InputError
@@ -53,7 +61,7 @@ class AnswerFormat:
         thinking = self.reasons and not params.constraint and self._tokens.ends_with(prompt, THINK)
         syntax = AnswerSyntax(
             tools=tools,
-            names=request.names() if tools else frozenset(),
+            schemas=request.schemas() if tools else {},
             reasoning=self.reasons,
             thinking=thinking,
             forced=request.forced,
@@ -67,10 +75,10 @@ class AnswerFormat:
         return Prepared(prompt, params, syntax)
 
     def _check_forced(self, params: SamplingParams) -> None:
-        if not self.tools:
-            fix = "set tool_format of the step, or send tool_choice auto"
-            message = f"tool_choice: a call cannot be required: the notation of the model's calls is not known; {fix}"
-            raise InputError(message, param="tool_choice")
+        if self.tools not in FORCED_FORMATS:
+            why = f"in the notation {self.tools}" if self.tools else "if the notation of the model's calls is not known"
+            fix = f"send tool_choice auto, or set tool_format of the step to {', '.join(FORCED_FORMATS)}"
+            raise InputError(f"tool_choice: a call cannot be required {why}; {fix}", param="tool_choice")
         found = next(iter(params.constraint), "echo" if params.echo else "")
         if found:
             raise InputError(

@@ -6,13 +6,13 @@ returns True after a change of state, or False if it needs more text.
     opening    the answer may begin with <think>
     reasoning  until </think>
     content    until the mark that opens a call
-    header     between the mark and the JSON value
-    value      the JSON value of a call, or of a list of calls
+    header     between the mark and the value
+    value      the JSON value of a call, or of a list of calls; or the parameters of a call in XML
     after      separators between calls
 
 Only unsettled text is kept: the beginning of a mark, a header, or the value of a call, each of limited length. The time
 is linear in the answer's length, and the parts do not depend on how the text is cut into pieces. A call is complete
-when its JSON value closes. A value that is not a call stays content. White space around calls and at both ends of the
+when its value closes. A value that is not a call stays content. White space around calls and at both ends of the
 reasoning is dropped.
 """
 
@@ -25,14 +25,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.llm.answer_syntax import END_HERMES, END_THINK, OPENING, THINK, AnswerSyntax
+from weftline.engine.llm.answer_syntax import END_HERMES, END_THINK, HERMES, OPENING, THINK, AnswerSyntax
 from weftline.engine.llm.detokenizer import overlap
+from weftline.engine.llm.xml_call import END_FUNCTION, FUNCTION, read_arguments
 
 CALL_CHARS_MAX = 1 << 18
-"""Longest JSON value of a call; a longer one stays content."""
+"""Longest value of a call; a longer one stays content."""
 
 HEADER_CHARS_MAX = 256
-"""Longest text between the mark of a call and its JSON value, with the function's name in the format mistral."""
+"""Longest text between the mark of a call and its value, which may hold the function's name."""
 
 SPACE_CHARS_MAX = 64
 """Most white space before <think>."""
@@ -44,6 +45,7 @@ ID_CHARS = 9
 """Length of a call's id: Mistral's templates accept no other."""
 
 _MISTRAL_HEADER = re.compile(r'\s*([^\s\[\]{}"]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\]\s*)?')
+_FUNCTION = "<function="
 _STRUCTURE = re.compile(r'[\\"{}\[\]]')
 
 
@@ -67,11 +69,12 @@ class AnswerParser:
         self._content, self._reasoning = _PartText(), _PartText(trimmed=True)
         self._calls: list[dict[str, Any]] = []
         self._pushed_calls = 0
+        self._xml = syntax.tools == "qwen3_coder"
         self._at_start = syntax.tools == "llama3"  # JSON here is a call without a mark
         self._held: list[str] = []  # mark, header and value of the call
         self._value_text: list[str] = []
         self._value_chars = 0
-        self._value_end = _ValueEnd()
+        self._value_end: _JsonEnd | _XmlEnd = _JsonEnd()
         self._state: Callable[[bool], bool] = self._content_state
         if syntax.reasoning:
             self._state = self._reasoning_state if syntax.thinking else self._opening_state
@@ -152,10 +155,14 @@ class AnswerParser:
         return True
 
     def _value_start(self) -> int | None:
-        """Return the index of the JSON value; -1 where it is not known yet; None if no call begins here."""
+        """Return the index of the value; -1 where it is not known yet; None if no call begins here."""
         text, mistral = self._rest, self._syntax.tools == "mistral"
         start = text.lstrip()
-        if start.startswith("{" if self._syntax.tools == "llama3" else ("{", "[")):
+        if self._xml:
+            at = text.find(">") + 1 or -1
+            if FUNCTION.fullmatch(text[:at] if at > 0 else f"{start}f>") is None and not _FUNCTION.startswith(start):
+                return None
+        elif start.startswith("{" if self._syntax.tools == "llama3" else ("{", "[")):
             at = len(text) - len(start)
         elif mistral or not start:
             at = text.find("{")
@@ -167,7 +174,8 @@ class AnswerParser:
 
     def _begin_value(self, header: str) -> None:
         self._held.append(header)
-        self._value_text, self._value_chars, self._value_end = [], 0, _ValueEnd()
+        self._value_text, self._value_chars = [], 0
+        self._value_end = _XmlEnd() if self._xml else _JsonEnd()
         self._state = self._value_state
 
     def _value_state(self, final: bool) -> bool:
@@ -198,7 +206,7 @@ class AnswerParser:
             return True
         if not start and not final:
             return False
-        if self._syntax.tools == "hermes":
+        if self._mark == HERMES:
             if start.startswith(END_HERMES):
                 self._content.drop_space()
                 self._rest = start[len(END_HERMES) :]
@@ -228,20 +236,23 @@ class AnswerParser:
     def _add_calls(self) -> bool:
         """Add the calls of a complete value; return False if it is not made of calls."""
         try:
-            value = json.loads("".join(self._value_text), strict=False, parse_constant=_refuse)
-            found = [_call_of(one) for one in self._objects(value)]
+            found = [_call_of(one) for one in self._objects("".join(self._value_text))]
         except (ValueError, RecursionError):
             return False
-        if not found or (self._syntax.tools == "llama3" and any(name not in self._syntax.names for name, _ in found)):
+        if not found or (self._syntax.tools == "llama3" and any(name not in self._syntax.schemas for name, _ in found)):
             return False
         for name, arguments in found[: self._syntax.calls_max - len(self._calls)]:
             self._calls.append(self._call(name, arguments))
         return True
 
-    def _objects(self, value: Any) -> list[Any]:
+    def _objects(self, text: str) -> list[Any]:
         """Return the objects that describe calls; the header may hold the name of a single one."""
-        match = _MISTRAL_HEADER.fullmatch(self._held[-1])
-        if match is not None:
+        header = self._held[-1]
+        if self._xml and (match := FUNCTION.fullmatch(header)) is not None:
+            schema = self._syntax.schemas.get(match[1], {})
+            return [{"name": match[1], "arguments": read_arguments(text.removesuffix(END_FUNCTION), schema)}]
+        value = json.loads(text, strict=False, parse_constant=_refuse)
+        if (match := _MISTRAL_HEADER.fullmatch(header)) is not None:
             return [{"name": match[1], "arguments": value}]
         return value if isinstance(value, list) else [value]
 
@@ -303,7 +314,7 @@ class _PartText:
         return "".join(self._pieces)
 
 
-class _ValueEnd:
+class _JsonEnd:
     """Finder of the end of a JSON object or list in a text that comes in pieces."""
 
     def __init__(self) -> None:
@@ -329,6 +340,22 @@ class _ValueEnd:
                 if self._depth == 0:
                     return match.end()
         self._escaped = skipped == len(text)
+        return 0
+
+
+class _XmlEnd:
+    """Finder of the end of a function in XML, in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._before = ""
+
+    def find(self, text: str) -> int:
+        """Return the index after the closing mark; 0 if it is not in this piece."""
+        joined = self._before + text
+        at = joined.find(END_FUNCTION)
+        if at >= 0:
+            return at + len(END_FUNCTION) - len(self._before)
+        self._before = joined[1 - len(END_FUNCTION) :]
         return 0
 
 

@@ -6,6 +6,7 @@ Models write both as text, in a notation that their chat template shows:
              list of such objects
     llama3   {"name": "f", "parameters": {...}} where the answer begins or after <|python_tag|>; more calls after `;`
              (Llama 3.1 and later)
+    qwen3_coder  <tool_call><function=f><parameter=a>value</parameter></function></tool_call>, once per call
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...} once per call
 
 Reasoning stands between <think> and </think> at the beginning. Some templates end the prompt with <think>.
@@ -13,16 +14,20 @@ Reasoning stands between <think> and </think> at the beginning. Some templates e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-TOOL_FORMATS = ("hermes", "llama3", "mistral")
+TOOL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder")
+FORCED_FORMATS = ("hermes", "llama3", "mistral")
+"""Formats in which a call can be forced by a grammar."""
 THINK, END_THINK = "<think>", "</think>"
 HERMES, END_HERMES = "<tool_call>", "</tool_call>"
 LLAMA3 = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
 MARKS = (END_THINK, HERMES, END_HERMES, MISTRAL)
 """Marks that the grammar of a forced call contains; tokenizers may have tokens for them."""
-OPENING = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
+OPENING = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "qwen3_coder": HERMES}
 """Mark before the first call, by format."""
 
 CALLS_MAX = 64
@@ -34,7 +39,7 @@ class AnswerSyntax:
     """Notation of one request's answers.
 
     tools:     format of tool calls; '' leaves them in the content.
-    names:     names of the offered tools.
+    schemas:   parameters of the offered functions, by name.
     reasoning: True to separate reasoning from the content.
     thinking:  True if the prompt ends within the reasoning.
     forced:    True if the answer must be a call.
@@ -43,7 +48,7 @@ class AnswerSyntax:
     """
 
     tools: str = ""
-    names: frozenset[str] = frozenset()
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: bool = False
     thinking: bool = False
     forced: bool = False
@@ -53,7 +58,9 @@ class AnswerSyntax:
 
 def find_tool_format(template: str) -> str:
     """Return the format of calls that a chat template shows; '' for none that is known."""
-    if "<function=" in template or "<arg_key>" in template:  # XML inside <tool_call>: Qwen3-Coder, GLM
+    if "<function=" in template:
+        return "qwen3_coder" if "<parameter=" in template and HERMES in template else ""
+    if "<arg_key>" in template:  # GLM: another XML inside <tool_call>
         return ""
     if HERMES in template:
         return "hermes"

@@ -44,8 +44,8 @@ class LlmConfig:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
     tool_format: str = "auto"
-    """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, or none (calls stay in
-    `text`)."""
+    """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, qwen3_coder, or none (calls
+    stay in `text`)."""
     reasoning: str = "auto"
     """Separation of reasoning: auto (text between `<think>` and `</think>` is the output `reasoning`, if the chat
     template has these marks) or none (it stays in `text`)."""

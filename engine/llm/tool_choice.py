@@ -69,15 +69,20 @@ class ToolRequest:
             raise InputError("tool_choice: a call is required, but no tools were sent", param="tool_choice")
         return read
 
-    def names(self) -> frozenset[str]:
-        """Return the names of the tools; tools in another form than OpenAI's are left out."""
-        found = [_function_of(tool).get("name") for tool in self.offered]
-        return frozenset(name for name in found if isinstance(name, str) and name)
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Return the parameters of the functions, by name; tools in another form than OpenAI's are left out."""
+        functions = [_function_of(tool) for tool in self.offered]
+        named = [(one.get("name"), one.get("parameters")) for one in functions]
+        return {
+            name: schema if isinstance(schema, Mapping) else {}
+            for name, schema in named
+            if isinstance(name, str) and name
+        }
 
     def grammar(self, format: str, ids: Mapping[str, int], thinking: bool) -> str:
         """Return the Lark grammar of an answer that consists of calls; InputError for an unsuitable tool.
 
-        format:   one of TOOL_FORMATS.
+        format:   one of FORCED_FORMATS.
         ids:      tokens of those MARKS that are single tokens.
         thinking: True if the prompt ends within the reasoning, which comes before the calls then.
         """

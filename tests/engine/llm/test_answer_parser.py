@@ -19,12 +19,15 @@ from weftline.engine.llm.answer_syntax import CALLS_MAX, AnswerSyntax, find_tool
 LOOK = '{"name": "look", "arguments": {"at": "the <b> sky", "n": 2}}'
 STOP = '{"name": "stop", "arguments": {}}'
 LLAMA_LOOK, LLAMA_STOP = LOOK.replace("arguments", "parameters"), STOP.replace("arguments", "parameters")
-NAMES = frozenset({"look", "stop"})
+SCHEMAS: dict[str, Any] = {
+    "look": {"properties": {"at": {"type": "string"}, "n": {"type": "integer"}}},
+    "stop": {"type": "object"},
+}
 CALLED = [("look", {"at": "the <b> sky", "n": 2}), ("stop", {})]
 
 
 def whole(text: str, **syntax: Any) -> AnswerParts:
-    parser = AnswerParser(AnswerSyntax(names=NAMES, **syntax))
+    parser = AnswerParser(AnswerSyntax(schemas=SCHEMAS, **syntax))
     parser.push(text, final=True)
     return parser.parts
 
@@ -39,7 +42,10 @@ INFINITE = '{"name": "look", "arguments": {"n": 1e999}}'
 NAN = '{"name": "look", "arguments": {"n": NaN}}'
 LONE = '{"name": "look", "arguments": {"at": "\\ud800"}}'
 TEXTS_AS_ARGUMENTS = '{"name": "look", "arguments": "{}"}'
-XML = "<tool_call>\n<function=look>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+NUMBER, PLACE = "<parameter=n>\n2\n</parameter>\n", "<parameter=at>\n5\n</parameter>\n"
+XML = f"<tool_call>\n<function=look>\n{NUMBER}{PLACE}</function>\n</tool_call>"
+XML_CALLED: list[tuple[str, Any]] = [("look", {"n": 2, "at": "5"}), ("stop", {})]
+XML_STOP = "<tool_call><function=stop></function></tool_call>"
 CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"tools": "hermes"}, f"<tool_call>\n{LOOK}\n</tool_call>", "", "", CALLED[:1]),
     (
@@ -61,6 +67,14 @@ CASES: list[tuple[dict[str, Any], str, str, str, list[tuple[str, Any]]]] = [
     ({"tools": "hermes"}, f"<tool_call>{LONE}</tool_call>", f"<tool_call>{LONE}</tool_call>", "", []),
     ({"tools": "hermes"}, f"<tool_call>{TEXTS_AS_ARGUMENTS}", f"<tool_call>{TEXTS_AS_ARGUMENTS}", "", []),
     ({"tools": "hermes"}, XML, XML, "", []),
+    ({"tools": "qwen3_coder"}, XML, "", "", XML_CALLED[:1]),
+    ({"tools": "qwen3_coder"}, f"I look.\n{XML}\n{XML_STOP}\n", "I look.", "", XML_CALLED),
+    ({"tools": "qwen3_coder"}, XML_STOP.replace("</tool_call>", ""), "", "", CALLED[1:]),
+    ({"tools": "qwen3_coder"}, XML.replace("</function>", ""), XML.replace("</function>", ""), "", []),
+    ({"tools": "qwen3_coder"}, XML.replace("</parameter>", ""), XML.replace("</parameter>", ""), "", []),
+    ({"tools": "qwen3_coder"}, f"<tool_call>{LOOK}</tool_call>", f"<tool_call>{LOOK}</tool_call>", "", []),
+    ({"tools": "qwen3_coder"}, "<tool_call>\n<function=", "<tool_call>\n<function=", "", []),
+    ({"tools": "qwen3_coder"}, f"<tool_call><function=a b>{XML_STOP}", "<tool_call><function=a b>", "", CALLED[1:]),
     ({"tools": "mistral"}, f"[TOOL_CALLS][{LOOK}, {STOP}]", "", "", CALLED),
     ({"tools": "mistral"}, f"Well. [TOOL_CALLS] [{LOOK}]", "Well.", "", CALLED[:1]),
     ({"tools": "mistral"}, f"[TOOL_CALLS]look[ARGS]{SKY}[TOOL_CALLS]stop[ARGS]{{}}", "", "", CALLED),
@@ -106,7 +120,7 @@ def test_parts_of_an_answer(syntax: Any, text: str, content: str, reasoning: str
     found = whole(text, **syntax)
     assert (found.content, found.reasoning, calls_of(found)) == (content, reasoning, calls)
     assert all(len(call["id"]) == 9 and call["type"] == "function" for call in found.calls)
-    assert in_pieces([*text], AnswerSyntax(names=NAMES, **syntax)) == found
+    assert in_pieces([*text], AnswerSyntax(schemas=SCHEMAS, **syntax)) == found
 
 
 def in_pieces(pieces: list[str], syntax: AnswerSyntax) -> AnswerParts:
@@ -124,13 +138,14 @@ def in_pieces(pieces: list[str], syntax: AnswerSyntax) -> AnswerParts:
 TEXTS = st.lists(
     st.sampled_from(
         ["<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", LOOK, STOP,
-         LLAMA_LOOK, f"[{LOOK}]", "look", "\n", " ", "a", "<", "</", "[", "]", "{", "}", ";", '"', "\\"]
+         LLAMA_LOOK, f"[{LOOK}]", "look", "\n", " ", "a", "<", "</", "[", "]", "{", "}", ";", '"', "\\",
+         "<function=look>", "<function=", NUMBER, "</function>", ">"]
     ),
     max_size=9,
 ).map("".join)  # fmt: skip
 SYNTAXES = st.builds(
-    lambda tools, reasoning, thinking: AnswerSyntax(tools, NAMES, reasoning, reasoning and thinking),
-    st.sampled_from(["", "hermes", "llama3", "mistral"]),
+    lambda tools, reasoning, thinking: AnswerSyntax(tools, SCHEMAS, reasoning, reasoning and thinking),
+    st.sampled_from(["", "hermes", "llama3", "mistral", "qwen3_coder"]),
     st.booleans(),
     st.booleans(),
 )
@@ -176,6 +191,7 @@ def _pieces(text: str, syntax: AnswerSyntax, start: bool) -> list[Any]:
     """Return content and calls in order."""
     patterns = {
         "hermes": r"<tool_call>\s*(?=[{\[])",
+        "qwen3_coder": r"<tool_call>(?=\s*<function=[^\s<>=]+>)",
         "mistral": r"\[TOOL_CALLS\](?=[^{]*{|\s*\[)",
         "llama3": r"<\|python_tag\|>\s*(?={)",
     }
@@ -186,6 +202,8 @@ def _pieces(text: str, syntax: AnswerSyntax, start: bool) -> list[Any]:
     if match is None:
         return [text]
     after = match.end()
+    if syntax.tools == "qwen3_coder":
+        return _xml_pieces(text, match.start(), after, syntax)
     name = re.match(r"\s*([^\s\[\]{}\"]+)\s*(\[ARGS\]\s*)?(?={)|\s*(?=[{\[])", text[after:])
     if syntax.tools == "mistral" and name is None:
         return [text[:after], *_pieces(text[after:], syntax, False)]
@@ -206,6 +224,18 @@ def _pieces(text: str, syntax: AnswerSyntax, start: bool) -> list[Any]:
             return [before, *calls, *_pieces(following, syntax, True)]
         rest = separator[0].replace(";", "") + following
     return [before, *calls, *_pieces(rest, syntax, False)]
+
+
+def _xml_pieces(text: str, start: int, after: int, syntax: AnswerSyntax) -> list[Any]:
+    whole = re.compile(r"\s*<function=([^\s<>=]+)>(.*?)</function>", re.DOTALL).match(text, after)
+    if whole is None:
+        return [text]
+    parameter = r"\s*<parameter=n>\n2\n</parameter>"  # the only one in these texts
+    rest = text[whole.end() :]
+    if re.fullmatch(rf"({parameter})*\s*", whole[2]) is None:
+        return [text[: whole.end()], *_pieces(rest, syntax, False)]
+    call = (whole[1], {"n": 2} if "<" in whole[2] else {})
+    return [text[:start], call, *_pieces(re.sub(r"^\s*</tool_call>", "", rest), syntax, False)]
 
 
 def _end_of_value(text: str, begin: int) -> int:
@@ -234,11 +264,11 @@ def _read_calls(text: str, name: str | None, syntax: AnswerSyntax) -> list[tuple
     if not all(isinstance(one, dict) and "name" in one for one in values):
         return []
     calls = [(one["name"], one.get("arguments", one.get("parameters"))) for one in values]
-    return calls if syntax.tools != "llama3" or all(name in NAMES for name, _ in calls) else []
+    return calls if syntax.tools != "llama3" or all(name in SCHEMAS for name, _ in calls) else []
 
 
 def test_content_streams_before_the_answer_ends() -> None:
-    parser = AnswerParser(AnswerSyntax("hermes", NAMES, reasoning=True))
+    parser = AnswerParser(AnswerSyntax("hermes", SCHEMAS, reasoning=True))
     assert parser.push("<think>Hm").reasoning == "Hm"
     assert parser.push(" yes</think>\n\nI").content == "I"
     assert parser.push(" look").content == " look"
@@ -296,6 +326,7 @@ def test_time_is_linear_in_the_length_of_the_answer() -> None:
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|python_tag|>' }}", "llama3"),
         ("{{ '<tool_call><function=' }}", ""),
+        ("{{ '<tool_call><function=f><parameter=a>' }}", "qwen3_coder"),
         ("{{ '<tool_call>f<arg_key>' }}", ""),
         ("{{ messages }}", ""),
     ],

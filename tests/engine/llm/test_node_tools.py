@@ -215,11 +215,19 @@ def test_schemas_that_cannot_be_forced_are_refused(hermes: Llm, parameters: Any,
     assert refused.value.param == "tools" and "sampling" not in str(refused.value)
 
 
-def test_a_call_cannot_be_forced_without_a_known_format(tmp_path: Path) -> None:
+def test_a_call_cannot_be_forced_in_other_formats(tmp_path: Path) -> None:
     node = node_of(tmp_path, "")
-    with pytest.raises(InputError, match="notation of the model's calls is not known"):
+    with pytest.raises(InputError, match="if the notation of the model's calls is not known"):
         answer(node, tools=TOOLS, tool_choice="required")
     node.close()
+    xml = node_of(tmp_path / "xml", "{# <tool_call> <function= <parameter= #}")
+    with pytest.raises(InputError, match="cannot be required in the notation qwen3_coder") as refused:
+        answer(xml, tools=TOOLS, tool_choice="required")
+    assert refused.value.param == "tool_choice"
+    text = "<tool_call>\n<function=weather>\n<parameter=unit>\n[CF]\n</parameter>\n</function>\n</tool_call>"
+    (call,) = answer(xml, tools=TOOLS, sampling={"regex": text})["tool_calls"]
+    assert arguments(call)["unit"] in ("C", "F")
+    xml.close()
 
 
 def test_wrong_options_are_refused_by_name(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_forced_answers_are_calls(format: str) -> None:
     assert not permits(one.replace("5", '"5"'), format, tool_choice="required")
     assert not permits(one.replace('": 5', '":  5'), format, tool_choice="required")
     for text, count in ((one, 1), (two, 2)):
-        parser = AnswerParser(AnswerSyntax(format, ToolRequest.read({"tools": TOOLS}).names()))
+        parser = AnswerParser(AnswerSyntax(format, ToolRequest.read({"tools": TOOLS}).schemas()))
         assert len(parser.push(text, final=True).calls) == count and parser.parts.content == ""
 
 
@@ -105,4 +105,4 @@ def test_large_schemas_are_refused_by_name() -> None:
 def test_no_tools_are_offered_with_choice_none() -> None:
     assert ToolRequest.read({"tools": TOOLS, "tool_choice": "none"}).offered == ()
     assert ToolRequest.read({}) == ToolRequest()
-    assert ToolRequest.read({"tools": TOOLS}).names() == {'lo"ok', "stop"}
+    assert ToolRequest.read({"tools": TOOLS}).schemas() == {'lo"ok': LOOK, "stop": {}}

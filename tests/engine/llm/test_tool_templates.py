@@ -1,4 +1,4 @@
-"""Chat templates in the style of four families: their calls, rendered by transformers, are read back as the same."""
+"""Chat templates in the style of five families: their calls, rendered by transformers, are read back as the same."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from weftline.engine.llm.answer_syntax import AnswerSyntax, find_tool_format
 from weftline.engine.llm.tokens import Tokens
 
 TEMPLATES = Path(__file__).parent / "templates"
-FORMATS = {"hermes": "hermes", "qwen3": "hermes", "llama3": "llama3", "mistral": "mistral"}
+FORMATS = {
+    "hermes": "hermes",
+    "qwen3": "hermes",
+    "qwen3_coder": "qwen3_coder",
+    "llama3": "llama3",
+    "mistral": "mistral",
+}
 ENDS = {
     "hermes": ("<|im_start|>assistant", "<|im_end|>"),
     "qwen3": ("<|im_start|>assistant", "<|im_end|>"),
+    "qwen3_coder": ("<|im_start|>assistant", "<|im_end|>"),
     "llama3": ("<|start_header_id|>assistant<|end_header_id|>", "<|eot_id|>"),
     "mistral": ("[/INST]", "</s>"),
 }
@@ -55,7 +62,7 @@ def test_the_calls_of_a_conversation_are_read_back_as_the_same(family: str) -> N
     start, end = ENDS[family]
     text = rendered(family, conversation(count))
     turn = text.partition("Where?")[2].partition(start)[2].partition(end)[0]
-    parser = AnswerParser(AnswerSyntax(format, frozenset({"look", "stop"})))
+    parser = AnswerParser(AnswerSyntax(format, {"look": {}, "stop": {}}))
     parser.push(turn, final=True)
     calls = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in parser.parts.calls]
     assert calls == list(zip(("look", "stop"), ARGUMENTS, strict=True))[:count]
