@@ -309,8 +309,9 @@ def test_long_values_are_content(monkeypatch: pytest.MonkeyPatch, size: int) -> 
         assert len(parts.calls) == (len(header) < 256)
 
 
+@pytest.mark.slow
 def test_time_is_linear_in_the_length_of_the_answer() -> None:
-    """Long answers in single letters: each takes less than a second if the time per letter is constant."""
+    """Long answers in single letters: each takes about a second if the time per letter is constant."""
     for text in ("a" * 100_000, " " * 100_000, "<tool_call>{" + "[" * 100_000, "<tool_call>" * 10_000, "<" * 100_000):
         started_s = time.process_time()
         syntax = AnswerSyntax("hermes", reasoning=True, thinking=text[0] == "a")
