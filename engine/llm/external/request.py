@@ -13,7 +13,8 @@ import msgspec
 from weftline.engine.llm.external.options import ExternalLlmConfig
 from weftline.engine.llm.external.servers import SERVERS, Server
 from weftline.engine.llm.params import SamplingParams, sampling_error
-from weftline.engine.llm.tokens import check_messages, check_tools, mapped
+from weftline.engine.llm.tokens import check_messages, mapped
+from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.errors import InputError
 
 BODY_BYTES_MAX = 64 << 20
@@ -31,7 +32,6 @@ _REGEX: Mapping[str, Callable[[str], dict[str, Any]]] = {
     "tensorrt-llm": lambda regex: {"response_format": {"type": "regex", "regex": regex}},
 }
 """The field of a regular expression, by the kind of server."""
-TOOL_CHOICES = ("auto", "none", "required")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,24 +121,17 @@ def _other_forms(params: SamplingParams, kind: str) -> dict[str, Any]:
 
 
 def _tools(inputs: Mapping[str, Any], server: Server) -> dict[str, Any]:
-    choice = inputs.get("tool_choice")
-    named = isinstance(choice, Mapping) and isinstance(choice.get("function"), Mapping)
-    if choice is not None and choice not in TOOL_CHOICES and not named:
-        raise InputError(f"tool_choice: expected {', '.join(TOOL_CHOICES)}, or an object with a function")
-    tools = inputs.get("tools")
-    forced, parallel = choice not in (None, "auto", "none"), inputs.get("parallel_tool_calls")
-    if parallel is not None and not isinstance(parallel, bool):
-        raise InputError("parallel_tool_calls: expected true or false")
-    if not tools and forced:
-        raise InputError("tool_choice: no tools were sent, so none can be called")
-    if forced and not server.forces_tools:
+    read = ToolRequest.read(inputs)
+    if read.forced and not server.forces_tools:
         raise InputError("tool_choice: the engine of this step cannot be made to call a tool; use auto or none")
-    if not tools or choice == "none":
+    if not read.offered:
         return {}
-    found: dict[str, Any] = {"tools": mapped(check_tools(tools), str)}
-    if forced:
-        found["tool_choice"] = mapped(choice, str) if named else choice
-    if parallel is False:
+    found: dict[str, Any] = {"tools": mapped(list(read.offered), str)}
+    if read.kind == "required":
+        found["tool_choice"] = "required"
+    elif read.forced:
+        found["tool_choice"] = {"type": "function", "function": {"name": str(read.name)}}
+    if not read.parallel:
         if not server.limits_calls:
             raise InputError("parallel_tool_calls: the engine of this step cannot be limited to one call; leave it out")
         found["parallel_tool_calls"] = False
