@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notation
 from weftline.engine.llm.answer_syntax import END_THINK
+from weftline.engine.llm.checkpoint_format import METHODS, read_format, settings_of
 from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.external.options import ONLY_EXTERNAL
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
@@ -104,7 +105,7 @@ class Llm(StreamNode):
     @classmethod
     def ports(cls, config: LlmConfig, step: StepContext) -> Ports:
         check_options(config)
-        found = _checked_model(config.model, config.task, step.base_dir, "model")
+        found = _checked_model(config.model, config.task, step.base_dir, "model", config.weights)
         if config.draft_model:
             _checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
         if config.task != "generate":
@@ -418,7 +419,7 @@ class Llm(StreamNode):
         return self._engine, self._tokens
 
 
-def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[str, Any] | None:
+def _checked_model(model: str, task: str, base_dir: Path, option: str, weights: str = "auto") -> dict[str, Any] | None:
     """Return a model's config.json, None if not downloaded; ConfigError where this task cannot run it."""
     try:
         found = find_config(model, base_dir)
@@ -430,6 +431,10 @@ def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[s
             plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
             fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
             raise ConfigError("model", reason, "a decoder alone", fix)
+        checkpoint = read_format(settings_of(found), model)
+        if checkpoint is not None and weights != "auto" and not METHODS[checkpoint.method].unpacked:
+            kept = f"{model} already is quantised, by {checkpoint.method}, and is kept so"
+            raise ConfigError("model", kept, "an unquantised model with weights: " + weights, "leave weights out")
         check_folder(model, base_dir, _TASK_CLASSES[task])
         return found
     except ConfigError as error:
