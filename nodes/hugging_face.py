@@ -260,7 +260,7 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
 
 def _fix_of_file(path: Path, model: str) -> str:
     if path.suffix == ".gguf":
-        return "GGUF is not read; name the folder of the model's safetensors version"
+        return "GGUF files run in node llm alone; name the folder of the model's safetensors version"
     folder = model.rpartition("/")[0] or "."
     return f"name its folder, {folder}" if (path.parent / "config.json").is_file() else ""
 

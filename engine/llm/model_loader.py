@@ -26,8 +26,9 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.attention import FIX, check_kind
 from weftline.engine.llm.checkpoint_format import PackedFormat, settings_of
 from weftline.engine.llm.fusion.fuse import FusionReport, find_stack, fuse
+from weftline.engine.llm.gguf import alone, is_gguf, load_gguf, open_header, read_gguf_config, scale_positions
 from weftline.engine.llm.packed_weights import unpacked
-from weftline.engine.llm.quantised import Quantiser, plan_weights
+from weftline.engine.llm.quantised import Quantiser, check_form, plan_weights
 from weftline.errors import ModelError, first_line
 from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
 
@@ -209,6 +210,8 @@ def load_model(
 
     shown = shown or str(source)
     attention.register()
+    if is_gguf(source):
+        return _load_gguf(source, options, progress, shown, kind)
     progress("reading the model's config", 0.0)
     _check_folder(source, shown)
     try:
@@ -247,10 +250,43 @@ def load_model(
         if attention.NAME in reason:
             raise ModelError(f"model {shown}: its attention cannot be replaced by the paged one{FIX}") from None
         raise ModelError(f"model {shown}: its weights cannot be loaded: {reason}") from None
+    _check_complete(info, shown)
+    return Loaded(model, replace(options, weights=plan.form or "auto"), layers)
+
+
+def _load_gguf(
+    source: str | Path, options: RunnerOptions, progress: Callable[[str, float], None], shown: str, kind: str
+) -> Loaded:
+    """Read the model in a GGUF file, all layers at once."""
+    if kind != "AutoModelForCausalLM":
+        raise ModelError(f"model {shown}: a GGUF file is loaded for task generate only")
+    header = open_header(source, shown)
+    form = None if options.weights == "auto" else options.weights
+    dtype_name = None if form is None else check_form(form, options.dtype, options.device)
+    progress("reading weights", 0.2)
+    with alone(source) as folder:
+        try:
+            config = read_gguf_config(folder, header)
+            check_kind(config, shown)
+            dtype = getattr(torch, dtype_name) if dtype_name else _dtype(options, config)
+            with _no_progress_bars():
+                model, info = load_gguf(folder, config, dtype, attention.NAME)
+        except Exception as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                f"model {shown}: it cannot be loaded: {reason_without_path(error, folder, shown)}"
+            ) from None
+    _check_complete(info, shown)
+    scale_positions(model, source, header, shown)
+    return Loaded(model, replace(options, weights=form or "auto"))
+
+
+def _check_complete(info: Mapping[str, Any], shown: str) -> None:
+    """Raise ModelError unless transformers' report says that all weights were there."""
     missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
     if missing:
         raise ModelError(f"model {shown}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
-    return Loaded(model, replace(options, weights=plan.form or "auto"), layers)
 
 
 class _Reader:

@@ -40,6 +40,7 @@ from weftline.node import (
     port,
 )
 from weftline.nodes.embed import embedding_width
+from weftline.nodes.gguf_file import ARCHITECTURES, check_gguf, read_gguf
 from weftline.nodes.hugging_face import (
     GENERATION,
     LANGUAGE_MODEL,
@@ -50,6 +51,7 @@ from weftline.nodes.hugging_face import (
     find_config,
     read_template,
 )
+from weftline.nodes.model_file import need_file
 from weftline.shm.device.names import torch_device
 
 if TYPE_CHECKING:
@@ -422,6 +424,8 @@ class Llm(StreamNode):
 def _checked_model(model: str, task: str, base_dir: Path, option: str, weights: str = "auto") -> dict[str, Any] | None:
     """Return a model's config.json, None if not downloaded; ConfigError where this task cannot run it."""
     try:
+        if model.endswith(".gguf"):
+            return _checked_gguf(model, task, base_dir)
         found = find_config(model, base_dir)
         if found is None:
             return None
@@ -439,6 +443,16 @@ def _checked_model(model: str, task: str, base_dir: Path, option: str, weights: 
         return found
     except ConfigError as error:
         raise ConfigError(option, error.found, error.expected, error.fix) from None
+
+
+def _checked_gguf(model: str, task: str, base_dir: Path) -> dict[str, Any]:
+    """Return the settings of a GGUF file that config.json would have; ConfigError where it cannot be loaded."""
+    header = read_gguf(need_file(model, base_dir), model)
+    check_gguf(header, model)
+    if task != "generate":
+        fix = "name the folder of the model's safetensors version"
+        raise ConfigError("model", f"{model} is a GGUF file, which is loaded for task generate only", "a folder", fix)
+    return {"architectures": [ARCHITECTURES[header.architecture]]}
 
 
 def _head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:

@@ -34,7 +34,7 @@ class LlmConfig:
     """Options of an llm step."""
 
     model: str
-    """Folder of a transformers model (config.json, *.safetensors, tokenizer), or its name on the hub."""
+    """Folder of a transformers model (config.json, *.safetensors, tokenizer), its name on the hub, or a GGUF file."""
     task: str = "generate"
     """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
     system: str = ""

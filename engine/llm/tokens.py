@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
+from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
 
@@ -66,7 +67,11 @@ class Tokens:
 
         shown = shown or str(source)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if is_gguf(source):
+                with alone(source) as folder:
+                    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=NAME, trust_remote_code=False)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds of errors
             reason = reason_without_path(error, source, shown)
             raise ModelError(f"model {shown}: its tokenizer cannot be loaded: {reason}") from None

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.llm import tiny
+from tests.engine.llm.packed_checkpoints import AWQ, GPTQ, write_packed
 from tests.nodes import random_models
 from tests.nodes.random_models import names
 from tests.nodes.yolo_models import SUFFIXES, save_yolo
+from weftline.engine.llm.node import Llm
 from weftline.nodes.contract import Batch, Node, OpenContext, StepContext
 from weftline.nodes.transformers_tasks.node import TASKS, Transformers
 from weftline.nodes.yolo import Yolo
@@ -60,6 +63,31 @@ def node_of(row: tuple[str, ...]) -> str:
     return re.findall(r"node: (\w+)", row[2])[0]
 
 
+LANGUAGE_ROWS = [line for line in PAGE.splitlines() if "node: llm" in line]
+
+
+def save_packed(folder: Path, settings: dict[str, Any]) -> None:
+    write_packed(folder, settings, whole=tiny.model_of_words("llama"))
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def save_gguf(folder: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from tests.engine.llm.gguf_files import make, write_gguf
+
+    folder.parent.mkdir(parents=True)
+    write_gguf(folder, make("qwen3"))
+
+
+LANGUAGE_MODELS: dict[str, Callable[[Path], Any]] = {
+    "chat": tiny.save,
+    "chat-awq": lambda folder: save_packed(folder, AWQ),
+    "chat-gptq": lambda folder: save_packed(folder, GPTQ),
+    "chat.gguf": save_gguf,
+}
+
+
 def test_the_page_has_a_row_for_every_task() -> None:
     for node, tasks in (("transformers", TASKS), ("yolo", YOLO_TASKS)):
         rows = [row for row in ROWS if node_of(row) == node]
@@ -102,3 +130,27 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
         assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
         answers = [found[port][0] for port in named if named[port] == "json"]
         assert json.loads(json.dumps(answers)) == answers
+
+
+def test_the_page_has_a_row_for_every_kind_of_weights() -> None:
+    assert [re.findall(r"model: models/([\w.-]+)", row)[0] for row in LANGUAGE_ROWS] == list(LANGUAGE_MODELS)
+
+
+@pytest.mark.parametrize("row", LANGUAGE_ROWS, ids=lambda row: re.findall(r"model: models/([\w.-]+)", row)[0])
+def test_the_step_of_a_language_model_is_checked_and_runs(tmp_path: Path, row: str) -> None:
+    step = row.strip("| ").split(" | ")[2].strip("`")
+    (model,) = re.findall(r"model: models/([\w.-]+)", step)
+    LANGUAGE_MODELS[model](tmp_path / "models" / model)
+    (tmp_path / "p.yaml").write_text(
+        f"weftline: 1\nname: p\ninputs: {{words: text}}\noutputs: {{out: answer.text}}\nsteps: {{{step}}}\n"
+    )
+    graph = load_file(tmp_path / "p.yaml")
+    make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
+    node = Llm(replace(to_config(Llm, graph.steps[0].options), kv_bytes=4 << 20))
+    node.open(OpenContext(tmp_path))
+    node.submit(0, {"prompt": "the user asks", "sampling": {"tokens_max": 4, "ignore_eos": True}})
+    pieces = []
+    while node.busy:
+        pieces += node.round()
+    node.close()
+    assert pieces[-1].error is None and pieces[-1].outputs["usage"]["completion_tokens"] == 4

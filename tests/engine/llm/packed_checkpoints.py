@@ -75,12 +75,16 @@ def quantise(
     return codes, zeros, scales, groups
 
 
-def write_packed(folder: Path, settings: dict[str, Any], family: str = "llama") -> Any:
-    """Write a tiny model's checkpoint with packed weights; return the model with the same weights, unpacked."""
+def write_packed(folder: Path, settings: dict[str, Any], family: str = "llama", whole: Any = None) -> Any:
+    """Write a tiny model's checkpoint with packed weights; return the model with the same weights, unpacked.
+
+    whole: the model; None: the family's.
+    """
     rng = np.random.default_rng(4)
     state: dict[str, torch.Tensor] = {}
-    plain = dict(tiny.reference(family).state_dict())
-    for name, weight in tiny.reference(family).state_dict().items():
+    whole = tiny.reference(family) if whole is None else whole
+    plain = dict(whole.state_dict())
+    for name, weight in whole.state_dict().items():
         if "_proj.weight" not in name or name.removesuffix(".weight") in settings.get("modules_to_not_convert", ()):
             state[name] = weight
             continue
@@ -94,11 +98,10 @@ def write_packed(folder: Path, settings: dict[str, Any], family: str = "llama") 
             state[layer + "qweight"], state[layer + "qzeros"] = pack_rows(codes, bits), pack_columns(stored, bits)
             state[layer + "g_idx"] = torch.from_numpy(groups.astype(np.int32))
         state[layer + "scales"] = torch.from_numpy(scales)
-    config = tiny.config(family).to_dict() | {"quantization_config": settings}
-    config["architectures"] = [type(tiny.reference(family)).__name__]
+    config = whole.config.to_dict() | {"quantization_config": settings, "architectures": [type(whole).__name__]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    model = AutoModelForCausalLM.from_config(tiny.config(family), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(whole.config, attn_implementation="eager").eval()
     model.load_state_dict(plain)
     return model

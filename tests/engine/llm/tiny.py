@@ -171,3 +171,13 @@ def fresh_runner(family: str, pages: int = 64, page_tokens: int = 8, form: str =
     made = runner(family, pages, page_tokens, form)
     runner.cache_clear()
     return made
+
+
+def model_of_words(family: str, **options: Any) -> Any:
+    """Return a tiny model of transformers whose vocabulary is that of `tokenizer`."""
+    words = tokenizer()
+    torch.manual_seed(6)
+    torch.set_num_threads(1)
+    sizes = _SIZES | {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "bos_token_id": None}
+    made = AutoConfig.for_model(family, **sizes | options)
+    return AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
