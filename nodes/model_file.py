@@ -19,14 +19,18 @@ from typing import Any
 
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_store import find_stored, is_url
 from weftline.shm.spec import RANK_MAX
 
 
 def find_model(model: str, base_dir: Path) -> Path | None:
     """Return the file or folder that `model` names, relative to `base_dir`; None when there is none.
 
-    A name that is no usable path (a NUL in it, too long) is simply not there.
+    A name that is no usable path (a NUL in it, too long) is simply not there. ConfigError for the URL of a model that
+    was not fetched.
     """
+    if is_url(model):
+        return find_stored(model, base_dir)
     try:
         path = (base_dir / Path(model).expanduser()).resolve()
         return path if path.exists() else None

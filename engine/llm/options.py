@@ -9,6 +9,7 @@ from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_store import is_url
 from weftline.shm.device.names import torch_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -118,6 +119,8 @@ def check_options(config: LlmConfig) -> None:
             raise ConfigError(option, f"found {value}", f"at most {most}")
     if len(config.adapters) > ADAPTERS_MAX:
         raise ConfigError("adapters", f"found {len(config.adapters)}", f"at most {ADAPTERS_MAX}")
+    if url := next((folder for folder in config.adapters.values() if is_url(folder)), None):
+        raise ConfigError("adapters", f"found {url:.200}", "a folder of this machine: adapters are not fetched")
     if config.context_max == 1:
         raise ConfigError("context_max", "found 1", "a whole number from 2: one prompt token and one answer token")
     choices = {
