@@ -185,7 +185,7 @@ class _Reader:
         return self._take(self._length(bytes_max)).decode()
 
     def _length(self, bytes_max: int) -> int:
-        length = self._number("<Q")
+        length = int(self._number("<Q"))
         if length > bytes_max:
             raise ValueError(f"a text claims {length} bytes, expected at most {bytes_max}")
         return length

@@ -34,6 +34,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Output of each value of an int32, from its lowest bits on."""
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of dtypes in safetensors."""
+ROWS = 256
+"""Outputs that are computed at a time, so that little memory is needed beside the weight."""
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -47,6 +49,9 @@ def unpacked(tensors: Mapping[str, Any], packed: PackedFormat, dtype: torch.dtyp
         raise ModelError(f"its config says {packed.method}, but no tensor is named ...qweight")
     own = {f"{layer}.{part}" for layer in layers for part in _PARTS}
     found = {name: tensor for name, tensor in tensors.items() if name not in own}
+    left = next((name for name in found if name.endswith(tuple(f".{part}" for part in _PARTS))), None)
+    if left is not None:  # such as AutoAWQ's `act.scales`, by which it divides an activation
+        raise ModelError(f"tensor {left} belongs to no packed weight, and is not supported")
     for layer in layers:
         parts = {part: tensors[f"{layer}.{part}"] for part in _PARTS if f"{layer}.{part}" in tensors}
         found[f"{layer}.weight"] = PackedWeight(layer, parts, packed, dtype)
@@ -70,43 +75,55 @@ class PackedWeight:
 
     def __getitem__(self, index: Any) -> Tensor:
         codes, zeros = self._codes(), self._zeros()
-        scales = self._parts["scales"][...].to(torch.float32)
-        if (groups := self._group_of_inputs()) is not None:
-            weight = codes.float().sub_(zeros[groups]).mul_(scales[groups])
-        else:
-            weight = codes.view(self._groups, -1, self._outputs).float().sub_(zeros[:, None]).mul_(scales[:, None])
-        weight = weight.view(self._inputs, self._outputs).to(self.dtype).t().contiguous()
+        scales = self._parts["scales"][...].to(torch.float32).t().contiguous()
+        groups = self._group_of_inputs()
+        weight = torch.empty((self._outputs, self._inputs), dtype=self.dtype)
+        for start in range(0, self._outputs, ROWS):
+            rows = slice(start, start + ROWS)
+            if groups is None:
+                found = codes[rows].view(-1, self._groups, self._inputs // self._groups).float()
+                found.sub_(zeros[rows, :, None]).mul_(scales[rows, :, None])
+            else:
+                found = codes[rows].float().sub_(zeros[rows, groups]).mul_(scales[rows, groups])
+            weight[rows] = found.view(-1, self._inputs)
         return weight[index]
 
     def _codes(self) -> Tensor:
-        """Return the weight as it is stored: uint8 [inputs, outputs]."""
-        words = self._parts["qweight"][...]
-        if self._packed.method == "awq":
-            return self._unpack(words, _AWQ_ORDER)
-        return self._unpack(words.t(), range(self._per_word)).t().contiguous()
+        """Return the weight as it is stored: uint8 [outputs, inputs]."""
+        words = self._parts["qweight"][...].t().contiguous()
+        return self._spread(words, _AWQ_ORDER) if self._packed.method == "awq" else self._split(words)
 
     def _zeros(self) -> Tensor:
-        """Return the zero points: float32 [groups, outputs]."""
-        order = _AWQ_ORDER if self._packed.method == "awq" else range(self._per_word)
-        stored = self._unpack(self._parts["qzeros"][...], order).to(torch.int32)
+        """Return the zero points: float32 [outputs, groups]."""
+        words = self._parts["qzeros"][...].t().contiguous()
+        order = _AWQ_ORDER if self._packed.method == "awq" else tuple(range(self._per_word))
+        stored = self._spread(words, order).to(torch.int32)
         return ((stored + self._packed.zero_offset) & (2**self._packed.bits - 1)).float()
 
-    def _unpack(self, words: Tensor, order: Any) -> Tensor:
-        """Return the values in `words`, int32 [rows, columns], as uint8 [rows, columns * values of a word].
+    def _spread(self, words: Tensor, order: tuple[int, ...]) -> Tensor:
+        """Return the values in `words`, int32 [rows, columns], each a row of its own: uint8 [rows * values, columns].
 
-        order: column of each value of a word, from the lowest bits on.
+        order: row of each value of a word, from the lowest bits on.
         """
-        mask = 2**self._packed.bits - 1
-        values = torch.empty((*words.shape, self._per_word), dtype=torch.uint8)
-        for place, column in enumerate(order):
-            values[..., column] = words.bitwise_right_shift(place * self._packed.bits).bitwise_and_(mask)
-        return values.flatten(1)
+        rows, columns = words.shape
+        values = torch.empty((rows, self._per_word, columns), dtype=torch.uint8)
+        for place, row in enumerate(order):
+            shifted = words.bitwise_right_shift(place * self._packed.bits)
+            values[:, row] = shifted.bitwise_and_(2**self._packed.bits - 1)
+        return values.flatten(0, 1)
+
+    def _split(self, words: Tensor) -> Tensor:
+        """Return the values in `words`, int32 [rows, columns], beside each other: uint8 [rows, columns * values]."""
+        octets = words.view(torch.uint8)  # little-endian: the first has the lowest bits
+        if self._packed.bits == 8:
+            return octets
+        return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
 
     def _group_of_inputs(self) -> Tensor | None:
         """Return each input's group; None where they follow each other in order."""
         if "g_idx" not in self._parts:
             return None
-        groups = self._parts["g_idx"][...].long()
+        groups: Tensor = self._parts["g_idx"][...].long()
         if int(groups.min()) < 0 or int(groups.max()) >= self._groups:
             raise ModelError(f"{self._layer}.g_idx: an input's group is not one of the {self._groups}")
         if self._inputs % self._groups:

@@ -47,6 +47,7 @@ def by_transformers(file: Path) -> Any:
 PROMPTS = tiny.prompts(3, seed=3, longest=60)
 
 
+@pytest.mark.slow(but_first=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_the_model_that_was_written(tmp_path: Path, family: str) -> None:
     """Heads of qwen3 are narrower than its default, and windows of phi3 shorter than the prompts."""
@@ -55,7 +56,8 @@ def test_answers_are_those_of_the_model_that_was_written(tmp_path: Path, family:
     assert answers(file, PROMPTS) == [generated(model, prompt, 12) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.slow(but_first=3)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16", "BF16", "Q4_1", "Q5_0", "Q5_1"])
 def test_answers_from_quantised_files_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     file = write_gguf(tmp_path / "m.gguf", make("llama"), kind)
     model = by_transformers(file)
