@@ -45,7 +45,8 @@ GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
 """Formats of GPTQ checkpoints, with what is added to a stored zero point."""
 GPTQ_BITS = (4, 8)
 COMPRESSED = (
-    "dense", "naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "mixed-precision"
+    "dense", "naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mixed-precision",
 )  # fmt: skip
 """Formats of compressed-tensors that transformers unpacks on any device."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.nodes.model_files import broken
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.gguf_file import GgufList, check_gguf, read_gguf
 
@@ -136,6 +137,17 @@ def test_damaged_files_are_refused_with_a_reason(tmp_path: Path, kind: str) -> N
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert reason in caught.value.found and peak < 1 << 20
+
+
+def test_changed_bytes_are_refused_or_harmless(tmp_path: Path) -> None:
+    data = gguf_bytes(SETTINGS)
+    refused = 0
+    for changed in broken(data, flips=range(len(data) - 384)):
+        try:
+            check_gguf(read_gguf(write(tmp_path, changed), "m.gguf"), "m.gguf")
+        except ConfigError:  # nothing else
+            refused += 1
+    assert refused > 600
 
 
 def test_a_setting_that_is_there_twice_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_other_formats_are_left_to_transformers() -> None:
         (GPTQ | {"pack_dtype": "int16"}, "gptq with pack_dtype 'int16'", "pack_dtype int32"),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, "with 4 bits, and '+:.*up.*' with 8", "the same number"),
         (PACKED | {"sparsity_config": {"format": "sparse-bitmask"}}, "format 'sparse-bitmask'", "format dense"),
-        (PACKED | {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'", "pack-quantized"),
+        (PACKED | {"format": "mxfp6-pack-quantized"}, "format 'mxfp6-pack-quantized'", "pack-quantized"),
     ],
 )
 def test_formats_that_cannot_be_loaded_are_named(settings: dict[str, Any], found: str, expected: str) -> None:
