@@ -90,15 +90,16 @@ class PackedWeight:
 
     def _codes(self) -> Tensor:
         """Return the weight as it is stored: uint8 [outputs, inputs]."""
-        words = self._parts["qweight"][...].t().contiguous()
+        words: Tensor = self._parts["qweight"][...].t().contiguous()
         return self._spread(words, _AWQ_ORDER) if self._packed.method == "awq" else self._split(words)
 
     def _zeros(self) -> Tensor:
         """Return the zero points: float32 [outputs, groups]."""
-        words = self._parts["qzeros"][...].t().contiguous()
+        words: Tensor = self._parts["qzeros"][...].t().contiguous()
         order = _AWQ_ORDER if self._packed.method == "awq" else tuple(range(self._per_word))
         stored = self._spread(words, order).to(torch.int32)
-        return ((stored + self._packed.zero_offset) & (2**self._packed.bits - 1)).float()
+        zeros: Tensor = (stored + self._packed.zero_offset) & (2**self._packed.bits - 1)
+        return zeros.float()
 
     def _spread(self, words: Tensor, order: tuple[int, ...]) -> Tensor:
         """Return the values in `words`, int32 [rows, columns], each a row of its own: uint8 [rows * values, columns].
