@@ -97,17 +97,30 @@ def check_safetensors(path: Path, shown: str) -> None:
     Format: huggingface/safetensors README: 8 bytes little-endian header size, a JSON header, then the tensors' bytes.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
-                raise ValueError(f"its header claims {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
-        _check_tensors(header, size - 8 - length)
+        header, data_bytes = _read_header(path)
+        _check_tensors(header, data_bytes)
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         reason = "its header is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
         raise ModelError(f"{shown} is no safetensors file, or a truncated one: {reason}") from None
+
+
+def safetensors_names(path: Path) -> list[str]:
+    """Return the names of a file's tensors, none where its header cannot be read: opening the file reports that."""
+    try:
+        return [name for name in _read_header(path)[0] if name != "__metadata__"]
+    except (OSError, ValueError, RecursionError, TypeError):
+        return []
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a header as it is, and the bytes of the file behind it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
+            raise ValueError(f"its header claims {length} bytes, the file has {size}")
+        return json.loads(file.read(length)), size - 8 - length
 
 
 def _check_tensors(header: dict[str, Any], data_bytes: int) -> None:

@@ -9,7 +9,7 @@ are unpacked by `packed_weights`; transformers and the package of the format loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -44,6 +44,8 @@ AWQ_VERSIONS = ("gemm",)
 GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
 """Formats of GPTQ checkpoints, with what is added to a stored zero point."""
 GPTQ_BITS = (4, 8)
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+"""Tensors of a layer in place of its weight; only gptq has the last, and not always."""
 COMPRESSED = (
     "dense", "naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "nvfp4-pack-quantized",
     "mixed-precision",
@@ -132,6 +134,22 @@ def _expect(
             "model", f"{shown}: quantised by {method} with {key} {value!r:.40}", f"{key} {names}", PLAIN_FIX
         )
     return value
+
+
+def packed_layers(names: Iterable[str], packed: PackedFormat) -> list[str]:
+    """Return the layers with packed weights by their tensors' names; ValueError where some are missing or unknown."""
+    known = set(names)
+    layers = [name.removesuffix(".qweight") for name in known if name.endswith(".qweight")]
+    if not layers:
+        raise ValueError(f"its config says {packed.method}, but no tensor is named ...qweight")
+    missing = sorted({f"{layer}.{part}" for layer in layers for part in PARTS[:3]} - known)
+    if missing:
+        raise ValueError(f"tensor {missing[0]} of a packed weight is missing")
+    own = {f"{layer}.{part}" for layer in layers for part in PARTS}
+    left = sorted(name for name in known - own if name.rpartition(".")[2] in PARTS)
+    if left:  # such as AutoAWQ's `act.scales`, by which it divides an activation
+        raise ValueError(f"tensor {left[0]} belongs to no packed weight, and is not supported")
+    return sorted(layers)
 
 
 def settings_of(config: Any) -> dict[str, Any]:

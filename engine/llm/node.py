@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notation
 from weftline.engine.llm.answer_syntax import END_THINK
-from weftline.engine.llm.checkpoint_format import METHODS, read_format, settings_of
+from weftline.engine.llm.checkpoint_format import METHODS, PLAIN_FIX, packed_layers, read_format, settings_of
 from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.external.options import ONLY_EXTERNAL
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
@@ -49,9 +50,10 @@ from weftline.nodes.hugging_face import (
     check_folder,
     check_kind,
     find_config,
+    find_weights,
     read_template,
 )
-from weftline.nodes.model_file import need_file
+from weftline.nodes.model_file import find_model, need_file, safetensors_names
 from weftline.shm.device.names import torch_device
 
 if TYPE_CHECKING:
@@ -435,14 +437,28 @@ def _checked_model(model: str, task: str, base_dir: Path, option: str, weights: 
             plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
             fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
             raise ConfigError("model", reason, "a decoder alone", fix)
-        checkpoint = read_format(settings_of(found), model)
-        if checkpoint is not None and weights != "auto" and not METHODS[checkpoint.method].unpacked:
-            kept = f"{model} already is quantised, by {checkpoint.method}, and is kept so"
-            raise ConfigError("model", kept, "an unquantised model with weights: " + weights, "leave weights out")
         check_folder(model, base_dir, _TASK_CLASSES[task])
+        _check_format(found, model, base_dir, weights)
         return found
     except ConfigError as error:
         raise ConfigError(option, error.found, error.expected, error.fix) from None
+
+
+def _check_format(found: Mapping[str, Any], model: str, base_dir: Path, weights: str) -> None:
+    """Raise ConfigError about option `model` for quantised weights that cannot be loaded."""
+    checkpoint = read_format(settings_of(found), model)
+    if checkpoint is None:
+        return
+    if weights != "auto" and not METHODS[checkpoint.method].unpacked:
+        kept = f"{model} already is quantised, by {checkpoint.method}, and is kept so"
+        raise ConfigError("model", kept, "an unquantised model with weights: " + weights, "leave weights out")
+    folder = find_model(model, base_dir)
+    if checkpoint.packed is not None and folder is not None:
+        names = chain(*map(safetensors_names, find_weights(folder, model)))
+        try:
+            packed_layers(names, checkpoint.packed)
+        except ValueError as error:
+            raise ConfigError("model", f"{model}: {error}", f"a checkpoint of {checkpoint.method}", PLAIN_FIX) from None
 
 
 def _checked_gguf(model: str, task: str, base_dir: Path) -> dict[str, Any]:

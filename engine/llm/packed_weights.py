@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weftline.engine.llm.checkpoint_format import PackedFormat
+from weftline.engine.llm.checkpoint_format import PARTS, PackedFormat, packed_layers
 from weftline.errors import ModelError
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -36,7 +36,6 @@ _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names of dtypes in safetensors."""
 ROWS = 256
 """Outputs that are computed at a time, so that little memory is needed beside the weight."""
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def unpacked(tensors: Mapping[str, Any], packed: PackedFormat, dtype: torch.dtype) -> dict[str, Any]:
@@ -44,16 +43,14 @@ def unpacked(tensors: Mapping[str, Any], packed: PackedFormat, dtype: torch.dtyp
 
     tensors: slices of safetensors by name. dtype: of the weights. ModelError where sizes do not fit each other.
     """
-    layers = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    if not layers:
-        raise ModelError(f"its config says {packed.method}, but no tensor is named ...qweight")
-    own = {f"{layer}.{part}" for layer in layers for part in _PARTS}
+    try:
+        layers = packed_layers(tensors, packed)
+    except ValueError as error:
+        raise ModelError(str(error)) from None
+    own = {f"{layer}.{part}" for layer in layers for part in PARTS}
     found = {name: tensor for name, tensor in tensors.items() if name not in own}
-    left = next((name for name in found if name.endswith(tuple(f".{part}" for part in _PARTS))), None)
-    if left is not None:  # such as AutoAWQ's `act.scales`, by which it divides an activation
-        raise ModelError(f"tensor {left} belongs to no packed weight, and is not supported")
     for layer in layers:
-        parts = {part: tensors[f"{layer}.{part}"] for part in _PARTS if f"{layer}.{part}" in tensors}
+        parts = {part: tensors[f"{layer}.{part}"] for part in PARTS if f"{layer}.{part}" in tensors}
         found[f"{layer}.weight"] = PackedWeight(layer, parts, packed, dtype)
     return found
 
@@ -135,11 +132,8 @@ class PackedWeight:
 
     def _sizes(self) -> tuple[int, int, int]:
         """Return the numbers of inputs, outputs and groups; ModelError where the tensors' sizes disagree."""
-        missing = [part for part in _PARTS[:3] if part not in self._parts]
-        if missing:
-            raise ModelError(f"{self._layer} has a packed weight, but no {missing[0]}")
         shapes = {part: list(tensor.get_shape()) for part, tensor in self._parts.items()}
-        if any(len(shapes[part]) != 2 for part in _PARTS[:3]):
+        if any(len(shapes[part]) != 2 for part in PARTS[:3]):
             raise ModelError(f"{self._layer}: its packed tensors are no matrices")
         rows = shapes["qweight"][0]
         groups, outputs = shapes["scales"]

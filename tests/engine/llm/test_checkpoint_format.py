@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.llm.packed_checkpoints import AWQ, GPTQ, write_packed
 from weftline.engine.llm.checkpoint_format import CheckpointFormat, PackedFormat, read_format
@@ -79,6 +81,25 @@ def test_a_checkpoint_that_cannot_be_loaded_fails_the_check(tmp_path: Path) -> N
         (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
         with pytest.raises(ConfigError, match=r"model: m.* quantised"):
             Llm.ports(LlmConfig("m", weights="int8"), StepContext(tmp_path))
+
+
+def test_tensors_that_belong_to_no_weight_fail_the_check(tmp_path: Path) -> None:
+    write_packed(tmp_path / "m", AWQ)
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    file = tmp_path / "m" / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.1.mlp.up_proj.qzeros"
+    for changed, reason in (
+        (state | {"model.layers.0.mlp.act.scales": torch.ones(96)}, r"act\.scales belongs to no packed weight"),
+        (
+            {key: tensor for key, tensor in state.items() if key != name},
+            r"up_proj\.qzeros of a packed weight is missing",
+        ),
+        ({"lm_head.weight": state["lm_head.weight"]}, r"says awq, but no tensor is named \.\.\.qweight"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(ConfigError, match=reason):
+            Llm.ports(LlmConfig("m"), StepContext(tmp_path))
 
 
 def test_recognition_imports_no_framework() -> None:
