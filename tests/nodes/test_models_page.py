@@ -63,7 +63,7 @@ def node_of(row: tuple[str, ...]) -> str:
     return re.findall(r"node: (\w+)", row[2])[0]
 
 
-LANGUAGE_ROWS = [line for line in PAGE.splitlines() if "node: llm" in line]
+LANGUAGE_ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "node: llm" in line]
 
 
 def save_packed(folder: Path, settings: dict[str, Any]) -> None:
