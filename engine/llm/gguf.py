@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import ConfigError, model_error
 from weftline.nodes.gguf_file import ROPE_FACTORS, GgufHeader, check_gguf, read_gguf
+
+if TYPE_CHECKING:
+    import torch
 
 NAME = "model.gguf"
 PACKAGES = ("gguf", "accelerate")
@@ -102,6 +103,8 @@ def load_gguf(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> 
 
 def scale_positions(model: Any, source: str | Path, header: GgufHeader, shown: str) -> None:
     """Divide the model's rotary frequencies by the file's factors, where it has some: Llama 3.1 and later do."""
+    import torch
+
     entry = header.tensors.get(ROPE_FACTORS)
     if entry is None:
         return

@@ -143,7 +143,7 @@ class Llm(StreamNode):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
             found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
         if config.task == "generate":
-            tools, reasons = read_notation(config, read_template(config.model, step.base_dir))
+            tools, reasons = read_notation(config, _template(config.model, step.base_dir))
             found += [f"tool calls are read in the notation {tools} (tool_format)"] * bool(tools)
             found += [f"text up to {END_THINK} is the output reasoning (reasoning)"] * reasons
         return found
@@ -459,6 +459,13 @@ def _check_format(found: Mapping[str, Any], model: str, base_dir: Path, weights:
             packed_layers(names, checkpoint.packed)
         except ValueError as error:
             raise ConfigError("model", f"{model}: {error}", f"a checkpoint of {checkpoint.method}", PLAIN_FIX) from None
+
+
+def _template(model: str, base_dir: Path) -> str:
+    """Return the text of a checked model's chat templates; '' without one."""
+    if model.endswith(".gguf"):
+        return str(read_gguf(need_file(model, base_dir), model).settings.get("tokenizer.chat_template", ""))
+    return read_template(model, base_dir)
 
 
 def _checked_gguf(model: str, task: str, base_dir: Path) -> dict[str, Any]:
