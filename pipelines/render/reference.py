@@ -170,7 +170,7 @@ def _cell(text: str) -> str:
 NODES_PAGE = Path("docs/reference/nodes.md")
 
 MADE_UP: Mapping[str, Mapping[str, Any]] = {
-    "whisper": {"model": "base.en"},
+    "whisper": {"model": "base.en", "timestamps": "word"},
     "classify": {"model": "organisation/model"},
     "embed": {"model": "organisation/model"},
     "rerank": {"model": "organisation/model"},
