@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
@@ -303,22 +303,45 @@ class SpeechBody(OpenAiBody):
     instructions: Literal[""] | None = Field(None, description="nothing: not supported by this server; leave it out")
 
 
+GRANULARITIES = "timestamp_granularities[]"
+"""Field with a value for each kind of times."""
+
+
 class TranscriptionBody(OpenAiBody):
-    """Form of /v1/audio/transcriptions, besides its file."""
+    """Form of /v1/audio/transcriptions and /v1/audio/translations, besides its file.
+
+    granularities: values of the field `timestamp_granularities[]`.
+    """
 
     language: str | None = None
     prompt: str | None = None
-    response_format: Literal["json", "text"] | None = Field(
-        None, description="json or text; times of words are not known"
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = Field(
+        "json", description="json, text, verbose_json, srt or vtt"
     )
     temperature: Literal["0", "0.0"] | None = Field(
         None, description="0: the likeliest words are selected; leave it out"
     )
     stream: str | None = None
+    granularities: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if not set(self.granularities) <= {"segment", "word"}:
+            raise HttpError(f"{GRANULARITIES}: expected segment or word", param=GRANULARITIES)
+        if self.granularities and self.response_format != "verbose_json":
+            raise unsupported(GRANULARITIES, "only response_format verbose_json has them")
+        if self.streamed and self.timed:
+            raise unsupported("stream", f"response_format {self.response_format} is sent whole; leave it out")
+        return self
 
     @property
     def streamed(self) -> bool:
         return self.stream in ("true", "True", "1")
+
+    @property
+    def timed(self) -> bool:
+        """Whether the response contains times."""
+        return self.response_format not in ("json", "text")
 
 
 def answers_output(body: GenerationBody, output: str | None) -> str | None:

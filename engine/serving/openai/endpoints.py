@@ -1,11 +1,10 @@
-"""Handlers of the OpenAI routes: chat, completions, embeddings, audio, the list of models; and of rerank.
+"""Handlers of the OpenAI routes: chat, completions, embeddings, the list of models; and of rerank.
 
 `docs/guides/openai.md` lists what each field does.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import secrets
@@ -15,18 +14,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from starlette.datastructures import FormData
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.http.body import file_field, form_of, json_object_of, text_field
+from weftline.engine.serving.http.body import json_object_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import unsupported
-from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
@@ -34,24 +31,18 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     GenerationBody,
     RerankBody,
-    SpeechBody,
-    TranscriptionBody,
     answers_output,
 )
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
     RerankPorts,
-    TranscriptionPorts,
     chat_ports,
     completion_ports,
     embedding_ports,
     rerank_ports,
-    speech_ports,
-    transcription_ports,
     vector_length,
 )
-from weftline.engine.serving.openai.recordings import MEDIA_TYPES, encode_recording
 from weftline.engine.serving.openai.responses import (
     AnswerHeader,
     ChatFormat,
@@ -62,8 +53,6 @@ from weftline.engine.serving.openai.responses import (
     usage_of,
 )
 from weftline.errors import StepError
-
-TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
 
 
 class Endpoint:
@@ -309,72 +298,6 @@ def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]
         document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
         results.append({"index": index, "relevance_score": float(scores[index])} | document)
     return results
-
-
-class Transcriptions(Endpoint):
-    """POST /v1/audio/transcriptions."""
-
-    async def create(self, request: Request) -> ASGIApp:
-        form = await form_of(request)
-        body = TranscriptionBody.parse({name: text_field(form, name) for name in TRANSCRIPTION_FIELDS})
-        ports = transcription_ports(self._context.authorised_info(request, body.model))
-        inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
-        _check_lists(form)
-        ask = ask_for(request, body.model, inputs, [ports.output])
-        if body.streamed:
-            return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
-        [outputs] = await self._outputs_of(request, [ask])
-        text = outputs.get(ports.output) or ""
-        return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
-
-
-def _hints(body: TranscriptionBody, ports: TranscriptionPorts) -> dict[str, Any]:
-    """Return the inputs for language and prompt; HttpError when the model has no such input."""
-    inputs = {}
-    for field, value, port in (("language", body.language, ports.language), ("prompt", body.prompt, ports.prompt)):
-        if value is not None and port is None:
-            raise unsupported(field, f"the model has no input `{field}: text`; its operator sets it, leave it out")
-        if value is not None and port is not None:
-            inputs[port] = value
-    return inputs
-
-
-def _check_lists(form: FormData) -> None:
-    for field in ("timestamp_granularities[]", "include[]", "chunking_strategy", "known_speaker_names[]"):
-        if form.getlist(field) not in ([], ["auto"]):
-            raise unsupported(field, "not supported by this server; leave it out")
-
-
-async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed transcription."""
-    async with contextlib.aclosing(text.deltas()) as deltas:
-        async for _, delta in deltas:
-            yield event({"type": "transcript.text.delta", "delta": delta})
-    whole = text.outputs.get(output) or ""
-    if rest := text.rest(output, whole):
-        yield event({"type": "transcript.text.delta", "delta": rest})
-    yield event({"type": "transcript.text.done", "text": whole})
-    yield DONE
-
-
-class Speech(Endpoint):
-    """POST /v1/audio/speech."""
-
-    async def create(self, request: Request) -> ASGIApp:
-        body = SpeechBody.parse(await self._object(request))
-        ports = speech_ports(self._context.authorised_info(request, body.model))
-        inputs: dict[str, Any] = {ports.text: body.input}
-        if ports.voice is not None and body.voice is not None:
-            inputs[ports.voice] = body.voice
-        if ports.speed is not None:
-            inputs[ports.speed] = body.speed
-        elif body.speed != 1:
-            raise unsupported("speed", "the model has no input `speed: json`; its operator sets it, leave it out")
-        [outputs] = await self._outputs_of(request, [ask_for(request, body.model, inputs, [ports.output])])
-        samples = outputs.get(ports.output)
-        samples = np.zeros(0, np.float32) if samples is None else samples
-        content = await asyncio.to_thread(encode_recording, samples, body.response_format)
-        return Response(content, media_type=MEDIA_TYPES[body.response_format])
 
 
 class OpenAiModels(Endpoint):

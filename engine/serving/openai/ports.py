@@ -4,14 +4,15 @@
     completions    a text input and a text output
     embeddings     a text input, and an output that is one float vector
     rerank         a text input `query`, a list of texts, and an output that is one float vector
-    transcription  an audio input and a text output
+    transcription  an audio input and a text output; outputs `segments` (json) and `language` (text) are optional
+    translation    the same with an input `task` (text), which becomes 'translate'
     speech         a text input and an audio output; inputs `speed` (json) and `voice` (text) are optional
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
 `transcript` counts too. Inputs called `sampling`, `tools`, `tool_choice`, `parallel_tool_calls` (json), `tenant`,
-`adapter`, `language` and `voice` (text), and an output `reasoning` (text) have their own meaning; images and audio of a
-conversation go to the image and audio inputs in the order they are declared. Every other input must be one that may be
-left out.
+`adapter`, `language`, `voice` and, where it is optional, `task` (text), and an output `reasoning` (text) have their own
+meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared. Every other
+input must be one that may be left out.
 """
 
 from __future__ import annotations
@@ -78,12 +79,18 @@ class RerankPorts:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionPorts:
-    """Ports of a model that turns recordings into text."""
+    """Ports of a model that turns recordings into text.
+
+    language, task: inputs. segments, detected: outputs for the segments and for the language.
+    """
 
     audio: str
     output: str
     language: str | None
     prompt: str | None
+    task: str | None
+    segments: str | None
+    detected: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +166,25 @@ def transcription_ports(info: ModelInfo) -> TranscriptionPorts:
     audio = [one.name for one in info.inputs if one.type == "audio"]
     if len(audio) != 1:
         raise _cannot(info, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
-    language, prompt = _input(info, "language", "text"), _input(info, "prompt", "text")
-    _check_rest(info, task, {audio[0], language, prompt})
-    return TranscriptionPorts(audio[0], _text_output(info, task, ("text", "transcript", "answer")), language, prompt)
+    language, prompt, kind = (_input(info, name, "text") for name in ("language", "prompt", "task"))
+    _check_rest(info, task, {audio[0], language, prompt, kind})
+    return TranscriptionPorts(
+        audio=audio[0],
+        output=_text_output(info, task, ("text", "transcript", "answer")),
+        language=language,
+        prompt=prompt,
+        task=kind,
+        segments=_output(info, "segments", "json"),
+        detected=_output(info, "language", "text"),
+    )
+
+
+def translation_ports(info: ModelInfo) -> TranscriptionPorts:
+    """Return the ports for a recording to translate; HttpError if the model cannot translate."""
+    ports = transcription_ports(info)
+    if ports.task is None:
+        raise _cannot(info, "translate recordings", "it has no input `task` (text)")
+    return ports
 
 
 def speech_ports(info: ModelInfo) -> SpeechPorts:
@@ -194,6 +217,7 @@ def _text_input(info: ModelInfo) -> str | None:
     if _input(info, "prompt", "text"):
         return "prompt"
     texts = [one for one in info.inputs if one.type == "text" and one.name not in OWN_MEANING]
+    texts = [one for one in texts if not (one.optional and one.name == "task")]
     needed = [one for one in texts if not one.optional]
     for some in (needed, texts):
         if len(some) == 1:
