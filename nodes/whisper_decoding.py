@@ -246,6 +246,8 @@ class WindowDecoder:
             return languages, None
 
         task._detect_language = write  # the step between the encoder and the search that sets a row's first tokens
+        if task.n_group > 1:  # openai-whisper repeats the tokens for its beams and not the states: one row works only
+            task._get_audio_features = lambda states: states.repeat_interleave(task.n_group, dim=0)
         found: list[Any] = task.run(states)
         return found
 

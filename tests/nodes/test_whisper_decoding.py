@@ -194,6 +194,37 @@ def test_languages_and_tasks_of_a_batch_are_those_of_each_request(folder: Path) 
     assert alone["language"] == ["de"] and alone["text"] != answers["text"][:1]  # the task makes a difference
 
 
+@pytest.mark.parametrize(
+    ("options", "decoding"), [({"prompt": "red circles"}, {"prompt": "red circles"}), ({"beams": 2}, {"beam_size": 2})]
+)
+def test_rows_of_several_languages_are_searched_with_a_prompt_and_beams(
+    folder: Path, options: dict[str, Any], decoding: dict[str, Any]
+) -> None:
+    items, languages = [noise(2, 1), noise(3, 2)], ["de", "fr"]
+    answers = opened(folder, **options).run(Batch({"audio": items, "language": languages}))
+    network = whisper.load_model(str(folder / "model.pt"), device="cpu")
+    for text, samples, language in zip(answers["text"], items, languages, strict=True):
+        mel = whisper.log_mel_spectrogram(whisper.pad_or_trim(samples, DIMS.n_audio_ctx * 320))
+        chosen = whisper.DecodingOptions(language=language, without_timestamps=True, fp16=False, **decoding)
+        assert text == whisper.decode(network, mel, chosen).text
+    timed = opened(folder, timestamps="word", **options).run(Batch({"audio": items, "language": languages}))
+    assert all(segment["words"] for segments in timed["segments"] for segment in segments)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_words_in_half_precision_are_near_those_in_float32(precision: str) -> None:
+    samples = decode_audio((EXAMPLES / "data" / "question.wav").read_bytes())
+    found = []
+    for chosen in ("float32", precision):
+        node = Whisper(WhisperConfig(str(MODEL), timestamps="word", timestamp_tokens=False, precision=chosen))
+        node.open(OpenContext(EXAMPLES))
+        [[segment]] = node.run(Batch({"audio": [samples]}))["segments"]
+        found.append(segment["words"])
+    for one, other in zip(*found, strict=True):
+        assert one["word"] == other["word"] and abs(one["start"] - other["start"]) <= 0.1
+        assert abs(one["probability"] - other["probability"]) < 0.05
+
+
 def test_a_wrong_language_or_task_fails_its_request_only(folder: Path) -> None:
     wishes = {"language": ["klingon", "de", "yue"], "task": ["transcribe", "sing", "transcribe"]}
     batch = Batch({"audio": [noise(1, 0)] * 3, **wishes})
