@@ -172,7 +172,7 @@ class WindowDecoder:
         """Decode windows in one batch; return those of which a rest is to be decoded."""
         import torch
 
-        with torch.inference_mode(), self._computing():
+        with torch.inference_mode():
             mels = self._rests(windows) if self._timed else self._mels(windows, 0)
             states = self._encode(mels)
             self._detect(windows, states)
@@ -184,12 +184,15 @@ class WindowDecoder:
             ]
 
     def _computing(self) -> Any:
+        """Return the context of the network's calls; spectrograms are float32 in every precision."""
         half = self._precision == "float16"  # openai-whisper's own option
         return nullcontext() if half else computing_in(self._precision, self._device)
 
     def _encode(self, mels: torch.Tensor) -> torch.Tensor:
-        states: torch.Tensor = self._model.encoder(mels.half() if self._precision == "float16" else mels)
-        return states if self._precision == "float16" else states.float()  # decoding accepts nothing else
+        half = self._precision == "float16"
+        with self._computing():
+            states: torch.Tensor = self._model.encoder(mels.half() if half else mels)
+        return states if half else states.float()  # decoding accepts nothing else
 
     def _mels(self, windows: Sequence[Window], margin: int) -> torch.Tensor:
         """Return float32[windows, bands, frames + margin] of the windows with silence after them."""
@@ -227,7 +230,8 @@ class WindowDecoder:
             return
         unknown = [windows[row] for row in first.values()]
         states = self._encode(self._mels(unknown, 0)) if self._timed else states[list(first.values())]
-        _, found = self._model.detect_language(states)
+        with self._computing():
+            _, found = self._model.detect_language(states)
         for window, likelihoods in zip(unknown, found, strict=True):
             window.recording.language = max(likelihoods, key=likelihoods.get)
 
@@ -248,7 +252,8 @@ class WindowDecoder:
         task._detect_language = write  # the step between the encoder and the search that sets a row's first tokens
         if task.n_group > 1:  # openai-whisper repeats the tokens for its beams and not the states: one row works only
             task._get_audio_features = lambda states: states.repeat_interleave(task.n_group, dim=0)
-        found: list[Any] = task.run(states)
+        with self._computing():
+            found: list[Any] = task.run(states)
         return found
 
     def _tokenizer(self, recording: Recording) -> Any:
@@ -292,14 +297,15 @@ class WindowDecoder:
         """Add `words` to segments and move their times to those of the words."""
         from whisper.timing import add_word_timestamps
 
-        add_word_timestamps(
-            segments=segments,
-            model=_Encoded(self._model),
-            tokenizer=tokenizer,
-            mel=states,
-            num_frames=window.rest,
-            last_speech_timestamp=window.spoken_s,
-        )
+        with self._computing():
+            add_word_timestamps(
+                segments=segments,
+                model=_Encoded(self._model),
+                tokenizer=tokenizer,
+                mel=states,
+                num_frames=window.rest,
+                last_speech_timestamp=window.spoken_s,
+            )
         ends = [word["end"] for segment in segments for word in segment["words"]]
         window.spoken_s = float(ends[-1] if ends else segments[-1]["end"])
 

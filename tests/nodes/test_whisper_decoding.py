@@ -21,7 +21,7 @@ from weftline.nodes.contract import Batch, OpenContext
 from weftline.nodes.ports import AUDIO_HZ
 from weftline.nodes.voice_activity import Span, speech_regions, speech_windows
 from weftline.nodes.whisper import Whisper, WhisperConfig
-from weftline.nodes.whisper_decoding import Part, Recording, Window, split_at_timestamps
+from weftline.nodes.whisper_decoding import Part, Recording, Window, log_mels, split_at_timestamps
 
 DIMS = ModelDimensions(
     n_mels=80, n_audio_ctx=200, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
@@ -223,6 +223,19 @@ def test_words_in_half_precision_are_near_those_in_float32(precision: str) -> No
     for one, other in zip(*found, strict=True):
         assert one["word"] == other["word"] and abs(one["start"] - other["start"]) <= 0.1
         assert abs(one["probability"] - other["probability"]) < 0.05
+
+
+def test_spectrograms_are_computed_in_float32(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precisions = []
+
+    def seen(samples: torch.Tensor, bands: int) -> torch.Tensor:
+        precisions.append(torch.is_autocast_enabled("cpu"))
+        return log_mels(samples, bands)
+
+    monkeypatch.setattr("weftline.nodes.whisper_decoding.log_mels", seen)
+    for timestamps in ("none", "word"):
+        opened(folder, timestamps=timestamps, precision="bfloat16").run(Batch({"audio": [noise(1, 0)]}))
+    assert precisions == [False] * 3  # with timestamps once more for the language
 
 
 def test_a_wrong_language_or_task_fails_its_request_only(folder: Path) -> None:
