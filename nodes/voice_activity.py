@@ -3,11 +3,11 @@
 The level of a frame of 20 ms is the mean square of its samples, in dB below full scale. A frame is active when its
 level is above two bounds:
 
-    noise floor + MARGIN_DB     the floor is the 10th percentile of all levels: even dense speech has that many pauses
+    noise floor + MARGIN_DB     the floor is the 2nd percentile of all levels: even dense speech has that many pauses
     local peak - RANGE_DB       the loudest frame within PEAK_S seconds: a loud passage hides no quiet one far away
 
-Active frames that are less than PAUSE_S apart form one region. Windows keep PAD_S seconds around it. Levels that are
-all alike (CONTRAST_DB) give one region: energy does not separate noise from speech there, and nothing is left out.
+Active frames that are less than PAUSE_S apart form one region. Windows keep PAD_S seconds around it. Where no half
+second is louder than the floor by CONTRAST_DB, all is one region: energy does not separate noise from speech there.
 The detector errs on the side of speech, because a window of silence costs time and a lost word cannot be recovered.
 
 Working memory is 4 bytes for each frame besides a block of samples. Equal samples give equal regions.
@@ -27,14 +27,20 @@ FRAME = 320
 SILENT_DB = -70.0
 """Level below which a frame is silence whatever the noise floor is: 16-bit dither lies near -96 dB."""
 
+FLOOR_PERCENTILE = 2
+"""Percentile of the levels that is the noise floor; a higher one would lose quiet talk in a recording of loud music."""
+
 MARGIN_DB = 6.0
 """Least distance of speech from the noise floor; levels of steady noise vary by less than 3 dB around their mean."""
 
 RANGE_DB = 40.0
 """Most distance of speech from the loudest frame nearby: the weakest consonants are 30 dB below the loudest vowels."""
 
-CONTRAST_DB = 12.0
-"""Least distance of the 95th percentile of levels from the noise floor at which silence is looked for."""
+LOUD_FRAMES = 25
+"""Frames whose levels are above what counts as loud, half a second: more than clicks have, and less than a sentence."""
+
+CONTRAST_DB = 16.0
+"""Least distance of loud frames from the noise floor at which silence is looked for."""
 
 PEAK_S = 15.0
 """Reach of a local peak in seconds, to both sides."""
@@ -60,8 +66,8 @@ def speech_regions(samples: np.ndarray) -> list[Span]:
     levels = _levels(samples)
     if not len(levels):
         return [(0, len(samples))] if len(samples) else []
-    floor, high = np.percentile(levels, [10, 95])
-    if high - floor < CONTRAST_DB:
+    floor, place = np.percentile(levels, FLOOR_PERCENTILE), max(len(levels) - LOUD_FRAMES, 0)
+    if np.partition(levels, place)[place] - floor < CONTRAST_DB:
         return [(0, len(samples))] if levels.max() > SILENT_DB else []
     bound = np.maximum(_local_peaks(levels) - RANGE_DB, max(floor + MARGIN_DB, SILENT_DB))
     return list(_regions(levels > bound, len(samples)))

@@ -38,11 +38,25 @@ def test_speech_between_pauses_is_found(speech: np.ndarray, background_db: float
         assert stop - 1.0 * AUDIO_HZ < end <= stop + FRAME
 
 
+def test_one_sentence_in_minutes_of_noise_is_found(speech: np.ndarray) -> None:
+    samples, places = sequence(np.zeros(90 * AUDIO_HZ, np.float32), speech, np.zeros(90 * AUDIO_HZ, np.float32))
+    [(start, end)] = speech_regions(samples + noise(len(samples) / AUDIO_HZ, -45))
+    assert abs(start - places[1][0]) < 0.1 * AUDIO_HZ and places[1][1] - 0.5 * AUDIO_HZ < end <= places[1][1]
+
+
 def test_quiet_speech_beside_a_loud_passage_far_away_is_kept(speech: np.ndarray) -> None:
     quiet, pause = speech * 10 ** (-35 / 20), np.zeros(40 * AUDIO_HZ, np.float32)
     samples, places = sequence(noise(3, -3), pause, quiet)
     regions = speech_regions(samples + noise(len(samples) / AUDIO_HZ, -85))
     assert len(regions) == 2 and has_speech(regions, *places[2])
+
+
+def test_a_little_quiet_talk_after_much_loud_music_is_kept(speech: np.ndarray) -> None:
+    beats = 0.05 + np.abs(np.sin(np.arange(90 * AUDIO_HZ, dtype=np.float32) / 4000))
+    samples, places = sequence(noise(90, -15) * beats, np.tile(speech * 10 ** (-25 / 20), 4))
+    regions = speech_regions(samples + noise(len(samples) / AUDIO_HZ, -75))
+    found = sum(min(end, places[1][1]) - max(start, places[1][0]) for start, end in regions if end > places[1][0])
+    assert found > 0.9 * 4 * len(speech)
 
 
 @pytest.mark.parametrize("level_db", [-10.0, -60.0])
