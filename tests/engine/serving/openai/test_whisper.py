@@ -87,6 +87,7 @@ def test_subtitles_have_a_cue_for_each_question(client: openai.OpenAI) -> None:
         assert text.count(" --> ") == text.count(QUESTION) == 2
 
 
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
 def test_what_the_model_lacks_is_refused_by_name(client: openai.OpenAI) -> None:
     recording = long_recording("WAV")
     with pytest.raises(openai.BadRequestError, match="language: found 'de', but the model is English-only"):
