@@ -31,6 +31,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from weftline.engine.llm.answer_format import AnswerFormat
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
@@ -61,7 +62,7 @@ class NoModel:
         self.pages, self.page_tokens, self.page_bytes = pages, page_tokens, 1
         self.context_max, self.vocabulary = CONTEXT_MAX, VOCABULARY
         self.ends: frozenset[int] = frozenset()
-        self.head = self.graphs = None
+        self.head = self.graphs = self.vision = None
         self.asleep = False
         self.device = torch.device("cpu")
         self.drawing_s = 0.0
@@ -74,6 +75,10 @@ class NoModel:
     def hold_adapter(self, name: str) -> None: ...
 
     def release_adapter(self, name: str) -> None: ...
+
+    def hold_images(self, id: int, salt: bytes, images: Sequence[Any]) -> None: ...
+
+    def release_images(self, id: int, images: Sequence[Any]) -> None: ...
 
     def run(self, chunks: Sequence[ScheduledChunk], copies: Sequence[tuple[int, int]] = ()) -> Any:
         tokens: list[int] = []
@@ -149,6 +154,7 @@ class Streams:
         engine = Engine(NoModelAhead(count), Tokens(tokenizer(kind), CONTEXT_MAX), RoundLimits(4 * PAGES, count))  # type: ignore[arg-type]
         node = Llm(LlmConfig(model="none"))
         node._engine, node._tokens = engine, engine.tokens
+        node._format = AnswerFormat(node.config, engine.tokens)
         outputs = tuple((name, type) for name, type in (("text", "text"), ("usage", "json"), ("answers", "json")))
         inputs = (("prompt", "text"), ("sampling", "json"))
         step = msg.StepToOpen(0, "llm", "llm", {}, inputs, outputs, "cpu", 1, False, streams=True)

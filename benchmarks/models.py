@@ -2,6 +2,7 @@
 
     python -m benchmarks.models              # ViT-base and Whisper-tiny shapes, 32 callers, five rounds
     python -m benchmarks.models --rounds 1 --requests 32
+    python -m benchmarks.models --only whisper
 
 Weights are random, in the published sizes. Contenders answer the same requests in every round, one after the other:
 
@@ -138,6 +139,9 @@ def whisper_tiny(folder: Path, count: int) -> Contest:
     return Contest("Whisper-tiny, recordings/s", made, "audio", recordings, loop, request)
 
 
+CONTESTS = {"vit": vit, "whisper": whisper_tiny}
+
+
 async def answer(session: Session, port: str, requests: Sequence[np.ndarray]) -> None:
     """Answer all requests from CALLERS tasks, each with one at a time."""
     remaining = iter(requests)
@@ -172,13 +176,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64, help="requests of a round (64)")
+    parser.add_argument("--only", choices=[*CONTESTS], help="one of the models")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(os.cpu_count() or 1)
     print(conditions())
     print("| | weftline | loop by hand | call per request | to the loop | to calls |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
-        for make in (vit, whisper_tiny):
+        for make in [CONTESTS[options.only]] if options.only else CONTESTS.values():
             contest = make(Path(name), options.requests)
             found = measure(contest, options.rounds)
             ratios = [

@@ -8,22 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 import weftline
-from weftline import Detections
 from weftline.cli.save import annotated
 
 HERE = Path(__file__).parent
 
 
-def annotate(photo: Path, found: Detections, out: Path) -> None:
-    """Write `photo` with every detection's box, name and score drawn on it."""
+def annotate(photo: Path, results: Iterable[Any], out: Path) -> None:
+    """Write `photo` with the results drawn on it: detections, masks, keypoints and oriented boxes."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(annotated(np.asarray(Image.open(photo).convert("RGB")), found)).save(out)
+    Image.fromarray(annotated(np.asarray(Image.open(photo).convert("RGB")), *results)).save(out)
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
         print(f"ready after {time.perf_counter() - started:.1f} s", file=sys.stderr)
         result = session.run(question=options.question, photo=options.photo)
         drawn = options.out / "annotated.png"
-        annotate(options.photo, result["detections"], drawn)
+        annotate(options.photo, result.values(), drawn)
     print(f"transcript   {result['transcript']}")
     print(f"detections   {result['detections'].describe()}")
     print(f"answer       {result['answer']}")

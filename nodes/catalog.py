@@ -45,6 +45,11 @@ CATALOG: Mapping[str, str] = {
 }
 """Dotted path of each built-in node by the name used in pipelines."""
 
+ENGINES: Mapping[str, Mapping[str, str]] = {
+    "weftline.engine.llm.node:Llm": {"openai": "weftline.engine.llm.external.node:ExternalLlm"},
+}
+"""Dotted paths of node classes that a step's option `engine` selects, by the node's own path."""
+
 FAKES = frozenset(name for name, path in CATALOG.items() if path.startswith("weftline.testing."))
 """Names of the fake nodes of `weftline.testing`: usable in pipelines, and left out of lists of nodes."""
 
@@ -54,6 +59,17 @@ _FORMS = "a name of the catalog, package.module:Class, or file.py:Class"
 def dotted(reference: str, catalog: Mapping[str, str] = CATALOG) -> str:
     """Return the dotted path behind a catalog name; any other reference as it is."""
     return catalog.get(reference, reference)
+
+
+def with_engine(reference: str, options: Mapping[str, object], catalog: Mapping[str, str] = CATALOG) -> str:
+    """Return the dotted path of the class that the option `engine` selects, else of the node itself."""
+    path, engine = dotted(reference, catalog), options.get("engine")
+    return ENGINES.get(path, {}).get(engine, path) if isinstance(engine, str) else path
+
+
+def engines_of(name: str, catalog: Mapping[str, str] = CATALOG) -> dict[str, str]:
+    """Return the dotted paths of a catalog name's further engines, by the value of `engine`."""
+    return dict(ENGINES.get(catalog[name], {}))
 
 
 def resolve(reference: str, base_dir: Path, catalog: Mapping[str, str] = CATALOG) -> type[Node]:

@@ -229,6 +229,7 @@ class Node(ABC):
     batch_default:  (items_max, wait_max_ms) of a step without `batch:`; wait_max_ms in milliseconds.
     idempotent:     a second run for the same item does no harm; `idempotent:` of a step overrides it.
     stateful:       the node keeps state between the requests of a sequence; see `Batch.urgency` and `end_sequence`.
+    other_options:  options that only another engine of this node has, with that engine, for the message of `check`.
     """
 
     Config: ClassVar[type[Any]] = NoConfig
@@ -238,6 +239,7 @@ class Node(ABC):
     batch_default: ClassVar[tuple[int, float]] = (1, 0.0)
     idempotent: ClassVar[bool] = True
     stateful: ClassVar[bool] = False
+    other_options: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -269,6 +271,15 @@ class Node(ABC):
         by default. The planner ignores the method for classes that are not part of Weftline.
         """
         return None
+
+    @classmethod
+    def variables(cls, config: Any) -> Sequence[str]:
+        """Return names of environment variables that the node reads, such as one with a key.
+
+        A worker process inherits no secrets. The process of this node also inherits these variables, where they are
+        set; no other process does.
+        """
+        return ()
 
     @classmethod
     def plan_notes(cls, config: Any, step: StepContext) -> Sequence[str]:
@@ -411,6 +422,14 @@ class StreamNode(Node):
     @abstractmethod
     def busy(self) -> bool:
         """True while `round` has work to do."""
+
+    @property
+    def wake_descriptor(self) -> int:
+        """File descriptor that becomes readable when `busy` turns True between two calls; -1: it never does.
+
+        For a node with threads of its own. The worker waits for its messages and for this; `round` must clear it.
+        """
+        return -1
 
 
 class ConfigError(ValueError):

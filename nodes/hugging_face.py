@@ -156,6 +156,7 @@ OBJECT_SEGMENTATION = Kind(
 PICTURES_AND_TEXTS = Kind(
     ("CLIPModel",), "compares pictures with texts", "transformers", "zero-shot-image-classification"
 )
+POSE = Kind(("VitPoseForPoseEstimation",), "marks keypoints of objects", "transformers", "keypoint-detection")
 _LISTENERS = (
     "Data2VecAudio", "Hubert", "SEW", "SEWD", "UniSpeech", "UniSpeechSat", "Wav2Vec2", "Wav2Vec2Bert",
     "Wav2Vec2Conformer", "WavLM",
@@ -191,6 +192,8 @@ _KINDS = (
     SEMANTIC_SEGMENTATION,
     OBJECT_SEGMENTATION,
     Kind(("ForUniversalSegmentation", "ForInstanceSegmentation", "ForSegmentation"), "marks the pixels of objects"),
+    POSE,
+    Kind(("ForPoseEstimation", "ForKeypointDetection", "ForKeypointMatching"), "marks points in pictures"),
     PICTURES_AND_TEXTS,
     SPEECH,
     NO_HEAD,  # last: other heads end so, too
@@ -212,6 +215,8 @@ def check_kind(config: Mapping[str, Any], shown: str, wanted: Sequence[Kind], ex
     expected: the model that the node runs.
     fix:      what to do; '': to use the node that runs the model found.
     """
+    if config.get("format") == "weftline-yolo":
+        raise ConfigError("model", f"{shown} is a YOLO model", expected, fix or "use node yolo for it")
     name, kind = kind_of(config)
     if kind is None or kind in wanted:
         return
@@ -255,9 +260,23 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
 
 def _fix_of_file(path: Path, model: str) -> str:
     if path.suffix == ".gguf":
-        return "GGUF is not read; name the folder of the model's safetensors version"
+        return "GGUF files run in node llm alone; name the folder of the model's safetensors version"
     folder = model.rpartition("/")[0] or "."
     return f"name its folder, {folder}" if (path.parent / "config.json").is_file() else ""
+
+
+def read_template(model: str, base_dir: Path) -> str:
+    """Return the text of a model's chat templates; '' without one, or where the model is not on this machine."""
+    folder = find_folder(model, base_dir)
+    if folder is None:
+        return ""
+    file = folder / "chat_template.jinja"
+    if file.is_file() and file.stat().st_size <= CONFIG_BYTES_MAX:
+        return file.read_text("utf-8", "replace")
+    config = read_json(folder / "tokenizer_config.json", f"{model}/tokenizer_config.json")
+    found = config.get("chat_template") if isinstance(config, dict) else None
+    several = found if isinstance(found, list) else [{"template": found}]
+    return "".join(str(one.get("template") or "") for one in several if isinstance(one, dict))
 
 
 def check_folder(model: str, base_dir: Path, auto_class: str) -> None:

@@ -19,14 +19,18 @@ from typing import Any
 
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_store import find_stored, is_url
 from weftline.shm.spec import RANK_MAX
 
 
 def find_model(model: str, base_dir: Path) -> Path | None:
     """Return the file or folder that `model` names, relative to `base_dir`; None when there is none.
 
-    A name that is no usable path (a NUL in it, too long) is simply not there.
+    A name that is no usable path (a NUL in it, too long) is simply not there. ConfigError for the URL of a model that
+    was not fetched.
     """
+    if is_url(model):
+        return find_stored(model, base_dir)
     try:
         path = (base_dir / Path(model).expanduser()).resolve()
         return path if path.exists() else None
@@ -93,17 +97,30 @@ def check_safetensors(path: Path, shown: str) -> None:
     Format: huggingface/safetensors README: 8 bytes little-endian header size, a JSON header, then the tensors' bytes.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(8)
-            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
-                raise ValueError(f"its header claims {length} bytes, the file has {size}")
-            header = json.loads(file.read(length))
-        _check_tensors(header, size - 8 - length)
+        header, data_bytes = _read_header(path)
+        _check_tensors(header, data_bytes)
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
         reason = "its header is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
         raise ModelError(f"{shown} is no safetensors file, or a truncated one: {reason}") from None
+
+
+def safetensors_names(path: Path) -> list[str]:
+    """Return the names of a file's tensors, none where its header cannot be read: opening the file reports that."""
+    try:
+        return [name for name in _read_header(path)[0] if name != "__metadata__"]
+    except (OSError, ValueError, RecursionError, TypeError):
+        return []
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a header as it is, and the bytes of the file behind it."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
+            raise ValueError(f"its header claims {length} bytes, the file has {size}")
+        return json.loads(file.read(length)), size - 8 - length
 
 
 def _check_tensors(header: dict[str, Any], data_bytes: int) -> None:
@@ -178,19 +195,34 @@ def torch_kind(path: Path) -> tuple[str, str]:
             return OLD_PICKLE, ""
         with zipfile.ZipFile(path) as archive:
             inside = {name.partition("/")[2]: name for name in archive.namelist()}
-            if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
-                return EXPORTED, ""
-            if any(name.startswith("code/") for name in inside):
-                return TORCHSCRIPT, ""
-            if "data.pkl" not in inside:
-                return "", ""
-            with archive.open(inside["data.pkl"]) as pickled:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, NotImplementedError):
+        return "", ""
+    if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in inside):
+        return EXPORTED, ""
+    if any(name.startswith("code/") for name in inside):
+        return TORCHSCRIPT, ""
+    objects = pickled_classes(path)
+    if objects is None:
+        return "", ""
+    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
+
+
+def pickled_classes(path: Path) -> list[str] | None:
+    """Return the classes that the pickle of torch's zip format names, besides those of state dicts; None: no such file.
+
+    Nothing is unpickled: the names are searched in its bytes.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.partition("/")[2] == "data.pkl"]
+            if not pickles:
+                return None
+            with archive.open(pickles[-1]) as pickled:
                 data = pickled.read(PICKLE_BYTES_SCANNED)
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
-        return "", ""
+        return None
     named = [(found[1].decode("latin-1"), found[2].decode("latin-1")) for found in _GLOBAL.finditer(data)]
-    objects = [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
-    return (PICKLED_OBJECT, objects[0]) if objects else (STATE_DICT, "")
+    return [f"{module}.{name}" for module, name in named if not _PLAIN.match(module)]
 
 
 def check_stored(entries: Sequence[zipfile.ZipInfo], archive_bytes: int) -> None:

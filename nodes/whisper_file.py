@@ -20,6 +20,16 @@ KNOWN = (
 )  # fmt: skip
 """openai-whisper's names for its published checkpoints."""
 
+LANGUAGES = (
+    "en", "zh", "de", "es", "ru", "ko", "fr", "ja", "pt", "tr", "pl", "ca", "nl", "ar", "sv", "it", "id", "hi", "fi",
+    "vi", "he", "uk", "el", "ms", "cs", "ro", "da", "hu", "ta", "no", "th", "ur", "hr", "bg", "lt", "la", "mi", "ml",
+    "cy", "sk", "te", "fa", "lv", "bn", "sr", "az", "sl", "kn", "et", "mk", "br", "eu", "is", "hy", "ne", "mn", "bs",
+    "kk", "sq", "sw", "gl", "mr", "pa", "si", "km", "sn", "yo", "so", "af", "oc", "ka", "be", "tg", "sd", "gu", "am",
+    "yi", "lo", "uz", "fo", "ht", "ps", "tk", "nn", "mt", "sa", "lb", "my", "bo", "tl", "mg", "as", "tt", "haw",
+    "ln", "ha", "ba", "jw", "su", "yue",
+)  # fmt: skip
+"""Codes of Whisper's languages in the order of their tokens. Models before large-v3 lack the last one."""
+
 PUBLISHED_TEXT_CONTEXT = 448
 """Text context of all published checkpoints, in tokens: their dims.n_text_ctx."""
 
@@ -92,6 +102,8 @@ def load_whisper(model: str, context: OpenContext, float16: bool) -> Any:
     load_into(network, state, found.shown)
     if found.published:
         network.set_alignment_heads(_ALIGNMENT_HEADS[found.published])
+    elif found.path.is_dir():
+        _set_heads(network, _alignment_heads(found.path, found.shown))
     context.progress("moving weights", 0.8)
     if float16:
         halve(network)
@@ -109,6 +121,17 @@ def check_whisper(path: Path, shown: str) -> None:
         expected = "a checkpoint of openai-whisper (.pt), or a folder with model.pt or config.json and *.safetensors"
         fix = "name its folder" if path.suffix == ".safetensors" else ""
         raise ConfigError("model", f"{shown} is no torch checkpoint", expected, fix) from None
+
+
+def english_only(path: Path | None, model: str) -> bool:
+    """Return whether a model is known to be English-only before it is read; a .pt file shows it only when opened.
+
+    path: its file or folder; None: one of KNOWN.
+    """
+    if path is None:
+        return model.endswith(".en")
+    config = read_json(path / "config.json", f"{model}/config.json") if path.is_dir() else None
+    return isinstance(config, dict) and config.get("vocab_size") == VOCABULARY_MIN
 
 
 def halve(network: Any) -> None:
@@ -151,8 +174,43 @@ def is_converted(folder: Path, shown: str) -> bool:
         raise ConfigError("model", found, f"one of Whisper's own: {', '.join(map(str, VOCABULARIES))}")
     if config.get("activation_function", "gelu") != "gelu":
         raise ConfigError("model", f"activation_function in {shown}/config.json is no gelu", "gelu")
+    _alignment_heads(folder, shown)
     find_weights(folder, shown, "WhisperForConditionalGeneration")
     return True
+
+
+def _alignment_heads(folder: Path, shown: str) -> list[list[int]]:
+    """Return [layer, head] of each attention head that aligns words, from generation_config.json; [] if it has none.
+
+    ConfigError: they are not heads of the model.
+    """
+    file = "generation_config.json"
+    settings = read_json(folder / file, f"{shown}/{file}")
+    heads = settings.get("alignment_heads") if isinstance(settings, dict) else None
+    if heads is None:
+        return []
+    config = read_json(folder / "config.json", f"{shown}/config.json") or {}
+    most = [config.get("decoder_layers"), config.get("decoder_attention_heads")]
+    if not isinstance(heads, list) or not heads or not all(_is_head(head, most) for head in heads):
+        expected = f"pairs of a layer below {most[0]} and a head below {most[1]}"
+        raise ConfigError("model", f"alignment_heads in {shown}/{file} are {heads!r:.60}", expected)
+    return heads
+
+
+def _is_head(head: Any, most: list[Any]) -> bool:
+    known = isinstance(head, list) and len(head) == 2 and all(type(one) is int for one in [*head, *most])
+    return known and 0 <= head[0] < most[0] and 0 <= head[1] < most[1]
+
+
+def _set_heads(network: Any, heads: list[list[int]]) -> None:
+    """Set the attention heads that align words; without any, openai-whisper's default: the upper half of the layers."""
+    import torch
+
+    if heads:
+        mask = torch.zeros(network.dims.n_text_layer, network.dims.n_text_head, dtype=torch.bool)
+        layers, places = zip(*heads, strict=True)
+        mask[list(layers), list(places)] = True
+        network.register_buffer("alignment_heads", mask.to_sparse(), persistent=False)
 
 
 def _converted(folder: Path, shown: str) -> dict[str, Any]:

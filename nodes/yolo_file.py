@@ -1,9 +1,12 @@
-"""Detector weights: the weftline-yolo folder, or a trusted ultralytics pickle.
+"""YOLO weights: the weftline-yolo folder, or a trusted ultralytics pickle; and the task of a model by its file.
 
 A weftline-yolo folder holds model.safetensors, every tensor of the state dict, and config.json:
 
     {"format": "weftline-yolo", "architecture": {an ultralytics model yaml}, "names": {"0": "red circle", ...},
      "image_size": 320, "confidence": 0.25, "iou": 0.5}
+
+The last layer of the architecture tells the task. A model of task classify needs no confidence and iou; one of task
+pose may name its keypoints: "keypoints": ["nose", ...].
 
 The architecture is data, but ultralytics evaluates parts of it, so everything in it is checked first.
 """
@@ -19,44 +22,63 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.model_file import load_into, load_weights
+from weftline.nodes.model_file import load_into, load_weights, pickled_classes
+from weftline.nodes.shapes import POINTS_MAX
+from weftline.nodes.yolo_tasks import CLASSIFY, HEADS, NETWORKS, POSE, YoloTask, default_points
 
 FORMAT = "weftline-yolo"
 STRIDE = 32
 """Coarsest stride of the architectures: the side of the input is a multiple of it."""
 
+CHANNELS = 3
 CONFIG_BYTES_MAX = 1 << 20
 LAYERS_MAX, WIDTH_MAX, CLASSES_MAX = 256, 8192, 10_000
 """Largest accepted architecture: YOLO11x has 24 layers and 1024 channels, Objects365 has 365 classes."""
 
-_MODULE = re.compile(r"^(nn\.|torchvision\.ops\.)?[A-Z][A-Za-z0-9]*$")
+_MODULE = re.compile(r"^((nn\.|torchvision\.ops\.)?[A-Z][A-Za-z0-9]*|v10Detect)$")
 _ACTIVATION = re.compile(r"^(torch\.)?nn\.[A-Z][A-Za-z0-9]*\(\)$")
 _WORD = re.compile(r"^[A-Za-z][A-Za-z0-9_]*$")
 
 
-@dataclass(frozen=True, slots=True)
-class DetectorConfig:
-    """A folder's config.json. names: by class index; confidence and iou: default thresholds."""
+CONFIDENCE, IOU, IMAGE_SIZE = 0.25, 0.7, 640
+"""Defaults of models that have none of their own, as in ultralytics."""
 
+
+@dataclass(frozen=True, slots=True)
+class YoloFolder:
+    """A folder's config.json.
+
+    names:           by class index; confidence, iou: default thresholds.
+    points:          names of the keypoints, for task pose.
+    """
+
+    task: YoloTask
     architecture: Mapping[str, Any]
     names: tuple[str, ...]
     image_size: int
     confidence: float
     iou: float
+    points: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Detector:
-    """An opened detector: its network in eval mode, and what it was trained for."""
+class YoloModel:
+    """An opened model: its network in eval mode, and what it was trained for.
 
+    transforms: torchvision's preparation of a picture that a model of task classify was trained with, or None.
+    """
+
+    task: YoloTask
     network: Any
     names: tuple[str, ...]
     image_size: int
-    confidence: float
-    iou: float
+    confidence: float = CONFIDENCE
+    iou: float = IOU
+    points: tuple[str, ...] = ()
+    transforms: Any = None
 
 
-def read_config(folder: Path, shown: str) -> DetectorConfig:
+def read_config(folder: Path, shown: str) -> YoloFolder:
     """Return the contents of config.json in `folder`; raise ModelError with everything that is wrong."""
     try:
         if (folder / "config.json").stat().st_size > CONFIG_BYTES_MAX:
@@ -69,7 +91,22 @@ def read_config(folder: Path, shown: str) -> DetectorConfig:
     if wrong:
         raise ModelError(f"{shown}/config.json: {'; '.join(wrong)}")
     names = tuple(config["names"][str(index)] for index in range(len(config["names"])))
-    return DetectorConfig(config["architecture"], names, config["image_size"], config["confidence"], config["iou"])
+    task = HEADS[_head(config["architecture"])]
+    points = tuple(config.get("keypoints", ()))
+    if task is POSE and not points:
+        points = default_points(names, config["architecture"]["kpt_shape"][0])
+    return YoloFolder(
+        task, config["architecture"], names, config["image_size"], config.get("confidence", CONFIDENCE),
+        config.get("iou", IOU), points,
+    )  # fmt: skip
+
+
+def _head(architecture: Any) -> str:
+    """Return the class of an architecture's last layer, '' where it has none."""
+    try:
+        return str(architecture["head"][-1][2])
+    except (KeyError, IndexError, TypeError):
+        return ""
 
 
 def _problems(config: Any) -> Iterator[str]:
@@ -86,11 +123,32 @@ def _problems(config: Any) -> Iterator[str]:
         yield f"architecture is missing, or its nc is not {len(names)}, the number of names"
     if type(size) is not int or not STRIDE <= size <= WIDTH_MAX or size % STRIDE:
         yield f"image_size is {size!r:.40}, expected a multiple of {STRIDE} up to {WIDTH_MAX}"
+    task = HEADS.get(_head(config.get("architecture")))
     for key in ("confidence", "iou"):
+        if task is CLASSIFY and key not in config:
+            continue
         if not isinstance(config.get(key), int | float) or not 0 <= config[key] <= 1:
             yield f"{key} is {config.get(key)!r:.40}, expected 0 to 1"
     if isinstance(config.get("architecture"), dict):
         yield from _architecture_problems(config["architecture"])
+        yield from _point_problems(config, task)
+
+
+def _point_problems(config: Mapping[str, Any], task: YoloTask | None) -> Iterator[str]:
+    """Yield what is wrong with the number and names of a model's keypoints."""
+    shape, points = config["architecture"].get("kpt_shape"), config.get("keypoints")
+    if task is not POSE:
+        if points is not None:
+            yield "keypoints are named, but the model has none"
+        return
+    if not (isinstance(shape, list) and len(shape) == 2 and all(type(size) is int for size in shape)):
+        yield f"architecture.kpt_shape is {shape!r:.40}, expected [keypoints, 2 or 3]"
+    elif not 1 <= shape[0] <= POINTS_MAX or shape[1] not in (2, 3):
+        yield f"architecture.kpt_shape is {shape!r:.40}, expected 1 to {POINTS_MAX} keypoints of 2 or 3 numbers"
+    elif points is not None and not (
+        isinstance(points, list) and len(points) == shape[0] and all(isinstance(name, str) for name in points)
+    ):
+        yield f"keypoints is no list of {shape[0]} names"
 
 
 def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
@@ -114,8 +172,14 @@ def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
             or not _MODULE.fullmatch(layer[2])
         ):
             yield f"architecture layer {place} is not [from, repeats, Module, arguments]"
+        elif layer[2] == "TorchVision":
+            yield f"architecture layer {place} is TorchVision, which fetches weights from the network"
         elif not (type(layer[1]) is int and 1 <= layer[1] <= LAYERS_MAX) or not _plain([layer[0], layer[3]]):
             yield f"architecture layer {place} has repeats or arguments that are no small numbers or words"
+    if architecture.get("channels", CHANNELS) != CHANNELS:
+        yield f"architecture.channels is {architecture['channels']!r:.40}, expected {CHANNELS}: red, green and blue"
+    if _head(architecture) not in HEADS:
+        yield f"architecture ends in layer {_head(architecture)!r:.40}, expected one of {', '.join(HEADS)}"
     for key, value in architecture.items():
         if key not in ("backbone", "head", "activation") and not _plain(value, 4):
             yield f"architecture.{key:.40} is no small number, word or list of them"
@@ -148,39 +212,67 @@ def quiet_ultralytics(folder: Path, offline: bool) -> None:
         os.environ.setdefault(name, value)
 
 
-def load_folder(folder: Path, shown: str) -> Detector:
-    """Return the detector in a weftline-yolo folder."""
+def task_of_pickle(path: Path) -> tuple[str, YoloTask | None]:
+    """Return the class of the model in an ultralytics file, and its task; '' and None where they are not found.
+
+    The file is searched for the name, not unpickled.
+    """
+    named = pickled_classes(path) or []
+    models = [name.rpartition(".")[2] for name in named if name.startswith("ultralytics.nn.tasks.")]
+    return (models[0], NETWORKS.get(models[0])) if models else ("", None)
+
+
+def load_folder(folder: Path, shown: str) -> YoloModel:
+    """Return the model in a weftline-yolo folder."""
     config = read_config(folder, shown)
     state = load_weights(folder / "model.safetensors", f"{shown}/model.safetensors")
-    network_class = _ultralytics()
+    network_class = getattr(_ultralytics(), config.task.network)
     try:
         architecture = json.loads(json.dumps(config.architecture))  # ultralytics modifies its argument
-        network = network_class(architecture, ch=3, nc=len(config.names), verbose=False)
+        network = network_class(architecture, ch=CHANNELS, nc=len(config.names), verbose=False)
     except Exception as error:  # a wrong architecture breaks anywhere in its construction
         raise ModelError(f"{shown}/config.json: the architecture cannot be built: {error!s:.200}") from None
     load_into(network, state, f"{shown}/model.safetensors")
-    return Detector(network.eval(), config.names, config.image_size, config.confidence, config.iou)
+    return YoloModel(
+        config.task, network.eval(), config.names, config.image_size, config.confidence, config.iou, config.points
+    )
 
 
-def load_pickle(model: str, path: Path | None, image_size: int) -> Detector:
-    """Load a detector from ultralytics' pickle format, which executes code. Only for trusted files."""
-    network_class = _ultralytics()
-    from ultralytics.nn.tasks import load_checkpoint
-
+def load_pickle(model: str, path: Path | None, task: YoloTask, image_size: int) -> YoloModel:
+    """Load a model for `task` from ultralytics' pickle format, which executes code. Only for trusted files."""
+    tasks = _ultralytics()
     try:
-        network, _ = load_checkpoint(str(path or model))
+        network, _ = tasks.load_checkpoint(str(path or model))
     except Exception as error:
         raise ModelError(f"{model} cannot be opened by ultralytics: {error!s:.200}") from None
-    if not isinstance(network, network_class) or getattr(network, "task", "detect") != "detect":
-        raise ModelError(f"{model} is a model for {getattr(network, 'task', 'something else')}, expected detection")
+    kind = type(network).__name__
+    if NETWORKS.get(kind) is not task:
+        raise ModelError(f"{model} is a {kind:.80}, expected a {task.network}, which {task.about}")
+    if network.yaml.get("channels", CHANNELS) != CHANNELS:
+        raise ModelError(f"{model} has inputs of {network.yaml['channels']} channels, expected {CHANNELS}")
     names = tuple(str(network.names[index]) for index in range(len(network.names)))
-    trained = getattr(network, "args", {}).get("imgsz", 640)
-    return Detector(network.eval(), names, image_size or (trained if isinstance(trained, int) else 640), 0.25, 0.7)
+    trained = getattr(network, "args", {}).get("imgsz", IMAGE_SIZE)
+    return YoloModel(
+        task,
+        network.eval(),
+        names,
+        image_size or (trained if isinstance(trained, int) else IMAGE_SIZE),
+        points=_points_of(network, names) if task is POSE else (),
+        transforms=getattr(network, "transforms", None) if task is CLASSIFY else None,
+    )
+
+
+def _points_of(network: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of a pose network's keypoints: those it was trained with, where it knows them."""
+    count = int(network.kpt_shape[0])
+    known = getattr(network, "kpt_names", None)
+    first = next(iter(known.values()), ()) if isinstance(known, dict) else ()
+    return tuple(map(str, first)) if len(first) == count else default_points(names, count)
 
 
 def _ultralytics() -> Any:
     try:
-        from ultralytics.nn.tasks import DetectionModel
+        from ultralytics.nn import tasks
     except ImportError:
         raise MissingPackage("ultralytics", "yolo") from None
-    return DetectionModel
+    return tasks

@@ -28,7 +28,10 @@ PURE = [
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "trace")),
-    *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
+    *(
+        f"engine/{name}.py"
+        for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket", "loopback")
+    ),
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/llm/vision/{name}.py" for name in ("families", "features", "positions", "prompt")),
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),
@@ -44,7 +47,7 @@ IMPURE = {"torch", "time", "datetime", "socket", "asyncio", "threading", "subpro
 FRAMEWORKS = (
     *("torch", "torchvision", "onnxruntime", "whisper", "ultralytics", "transformers", "PIL", "cv2"),
     *("grpc", "tritonclient", "starlette", "uvicorn", "opentelemetry", "prometheus_client"),
-    *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas", "cuda"),
+    *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas", "cuda", "httpx2"),
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
@@ -54,6 +57,8 @@ MAY_LOAD = (
     *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py"),
 )
 """Where frameworks may be imported at the top of a file: these are imported only to be used."""
+LEAVES = ("weftline.engine.token_bucket", "weftline.engine.loopback")
+"""Pure files that import nothing of the package, for both sides."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
@@ -133,6 +138,7 @@ def test_the_llm_stands_beside_the_engine_and_neither_imports_the_other() -> Non
         for line, name in imports_of(file):
             to_llm = name.startswith("weftline.engine.llm")
             to_engine = floor_of(name) >= FLOORS["weftline.pipelines"] and name.startswith("weftline.") and not to_llm
+            to_engine = to_engine and not name.startswith(LEAVES)
             if (inside and to_engine) or (not inside and to_llm):
                 wrong.append(f"{file}:{line} imports {name}")
     assert wrong == []
@@ -159,7 +165,7 @@ def test_no_framework_is_imported_at_the_top_of_a_file_of_the_spine() -> None:
 
 def test_nodes_and_pure_files_import_without_any_framework() -> None:
     nodes = [file for file in package_files() if file.startswith("nodes/")]
-    catalog = ["weftline.engine.llm.node"] if (ROOT / "engine/llm/node.py").is_file() else []
+    catalog = ["weftline.engine.llm.node", "weftline.engine.llm.external.node"]
     modules = sorted({module_of(file) for file in [*PURE, *nodes]}) + catalog
     script = (
         f"import sys\nfor name in {FRAMEWORKS!r}:\n    sys.modules[name] = None\n"

@@ -262,7 +262,7 @@ BY_NAME: dict[str, type[WeftlineError]] = {
     cls.__name__: cls
     for cls in (
         *(InputError, ModelError, StepError, WorkerDied),
-        *(LimitReached, StepUnavailable, DeadlineExceeded, RequestCancelled),
+        *(Unavailable, LimitReached, StepUnavailable, DeadlineExceeded, RequestCancelled),
     )
 }
 """The errors that may cross from a worker to the runtime, by the name they travel under."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +24,16 @@ from torch import Tensor, nn
 
 from weftline.engine.llm import attention
 from weftline.engine.llm.attention import FIX, check_kind
+from weftline.engine.llm.checkpoint_format import PackedFormat, settings_of
 from weftline.engine.llm.fusion.fuse import FusionReport, find_stack, fuse
-from weftline.engine.llm.quantised import Quantiser, find_method, plan_weights
+from weftline.engine.llm.gguf import alone, is_gguf, load_gguf, open_header, read_gguf_config, scale_positions
+from weftline.engine.llm.packed_weights import unpacked
+from weftline.engine.llm.quantised import Quantiser, check_form, plan_weights
 from weftline.engine.llm.vision.families import FAMILIES, check_family
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
 
-_BY_LAYER = (None, "fp8")
-"""Kinds of checkpoint that can be read layer by layer: plain ones, and those that are unpacked tensor by tensor."""
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
 
@@ -101,7 +103,7 @@ class LayerWeights:
         self._layers = find_stack(model)[1]
         self._names = {module: path for path, module in model.named_modules() if module in self._layers}
         # transformers notes what it has converted; in a version that does not, nothing is read directly
-        self._converts = getattr(model, "_weight_conversions", None) != [] or find_method(model.config, "") is not None
+        self._converts = getattr(model, "_weight_conversions", None) != [] or bool(settings_of(model.config))
 
     def fill(self, layer: nn.Module) -> None:
         """Read the weights of a decoder layer; ModelError when they are not all there."""
@@ -139,7 +141,8 @@ class _Absent:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self._tensor[...].dtype  # a view of the file: nothing is read
+        # an index of a file's slice is a view: nothing is read
+        dtype = dtype or getattr(self._tensor, "dtype", None) or self._tensor[...].dtype
         return torch.empty(self.get_shape(), dtype=dtype, device="meta")
 
 
@@ -209,6 +212,8 @@ def load_model(
 
     shown = shown or str(source)
     attention.register()
+    if is_gguf(source):
+        return _load_gguf(source, options, progress, shown, kind)
     progress("reading the model's config", 0.0)
     _check_folder(source, shown)
     try:
@@ -229,10 +234,13 @@ def load_model(
     try:
         with _no_progress_bars():
             found = None
-            if plan.form is not None and not whole and find_method(config, shown) in _BY_LAYER:
-                found = _load_by_layer(source, config, dtype, getattr(transformers, kind), progress)
+            reader = _Reader(source, config, dtype, getattr(transformers, kind), plan.packed)
+            if plan.form is not None and not whole and plan.by_layer:
+                found = _load_by_layer(reader, progress)
             if found is not None:
                 model, info, layers = found
+            elif plan.packed is not None:
+                model, info = reader.read(reader.tensors)
             else:
                 model, info = getattr(transformers, kind).from_pretrained(
                     source,
@@ -248,50 +256,104 @@ def load_model(
         if attention.NAME in reason:
             raise ModelError(f"model {shown}: its attention cannot be replaced by the paged one{FIX}") from None
         raise ModelError(f"model {shown}: its weights cannot be loaded: {reason}") from None
-    missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
-    if missing:
-        raise ModelError(f"model {shown}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
+    _check_complete(info, shown)
     return Loaded(model, replace(options, weights=plan.form or "auto"), layers)
 
 
-def _load_by_layer(
-    source: str | Path, config: Any, dtype: Any, auto: Any, progress: Callable[[str, float], None]
-) -> tuple[Any, Any, LayerWeights] | None:
+def _load_gguf(
+    source: str | Path, options: RunnerOptions, progress: Callable[[str, float], None], shown: str, kind: str
+) -> Loaded:
+    """Read the model in a GGUF file, all layers at once."""
+    if kind != "AutoModelForCausalLM":
+        raise ModelError(f"model {shown}: a GGUF file is loaded for task generate only")
+    header = open_header(source, shown)
+    form = None if options.weights == "auto" else options.weights
+    dtype_name = None if form is None else check_form(form, options.dtype, options.device)
+    progress("reading weights", 0.2)
+    with alone(source) as folder:
+        try:
+            config = read_gguf_config(folder, header)
+            check_kind(config, shown)
+            dtype = getattr(torch, dtype_name) if dtype_name else _dtype(options, config)
+            with _no_progress_bars():
+                model, info = load_gguf(folder, config, dtype, attention.NAME)
+        except Exception as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                f"model {shown}: it cannot be loaded: {reason_without_path(error, folder, shown)}"
+            ) from None
+    _check_complete(info, shown)
+    scale_positions(model, source, header, shown)
+    return Loaded(model, replace(options, weights=form or "auto"))
+
+
+def _check_complete(info: Mapping[str, Any], shown: str) -> None:
+    """Raise ModelError unless transformers' report says that all weights were there."""
+    missing = sorted(map(str, info.get("missing_keys") or ())) + sorted(map(str, info.get("mismatched_keys") or ()))
+    if missing:
+        raise ModelError(f"model {shown}: {len(missing)} weights missing or of another shape: {missing[0]} ...")
+
+
+class _Reader:
+    """Reads models from a checkpoint's tensors, some of which may be `_Absent`.
+
+    tensors: slices by name, those of `packed` as plain weights; none where the checkpoint's files have other names.
+    """
+
+    def __init__(
+        self, source: str | Path, config: Any, dtype: torch.dtype, auto: Any, packed: PackedFormat | None
+    ) -> None:
+        self._source, self._config, self._dtype, self._auto, self._packed = source, config, dtype, auto, packed
+
+    @cached_property
+    def tensors(self) -> dict[str, Any]:
+        found = _open_tensors(self._folder)
+        return found if self._packed is None else unpacked(found, self._packed, self._dtype)
+
+    def read(self, state: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the model with the weights in `state`, and transformers' report."""
+        with _no_progress_bars():
+            model, info = self._class.from_pretrained(
+                None,
+                config=self._config,
+                state_dict=state,
+                dtype=self._dtype,
+                attn_implementation=attention.NAME,
+                generation_config=self._generation,
+                output_loading_info=True,
+            )
+        return model, info
+
+    @cached_property
+    def _folder(self) -> Path:
+        return Path(self._source) if Path(self._source).is_dir() else _fetch(str(self._source))
+
+    @cached_property
+    def _class(self) -> Any:
+        with torch.device("meta"):
+            return type(self._auto.from_config(self._config))
+
+    @cached_property
+    def _generation(self) -> Any:
+        from transformers import GenerationConfig
+
+        try:
+            return GenerationConfig.from_pretrained(self._folder)
+        except OSError:  # it has none of its own, and gets one from its config
+            return None
+
+
+def _load_by_layer(reader: _Reader, progress: Callable[[str, float], None]) -> tuple[Any, Any, LayerWeights] | None:
     """Load a model without its decoder layers; None where that cannot be: it has no layers that stand for themselves.
 
     A layer is what has the same first number in its tensors' names.
     """
-    from transformers import GenerationConfig
-
-    folder = Path(source) if Path(source).is_dir() else _fetch(str(source))
-    tensors = _open_tensors(folder)
+    tensors = reader.tensors
     if not tensors:
         return None
-    with torch.device("meta"):
-        model_class = type(auto.from_config(config))
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # it has none of its own, and gets one from its config
-        generation = None
-
-    def read(state: dict[str, Any]) -> tuple[Any, Any]:
-        model, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=state,
-            dtype=dtype,
-            attn_implementation=attention.NAME,
-            generation_config=generation,
-            output_loading_info=True,
-        )
-        return model, info
-
-    def read_layer(state: dict[str, Any]) -> Any:
-        with _no_progress_bars():
-            return read(state)[0]
-
     apart = {name: _Absent(t) if _layer_of(name) is not None else t for name, t in tensors.items()}
-    model, info = read(apart)
+    model, info = reader.read(apart)
     _, stack = find_stack(model)
     each = [id(weight) for layer in stack for weight in (*layer.parameters(), *layer.buffers())]
     shared = len(set(each)) != len(each)  # a weight of several layers belongs to none of them
@@ -299,7 +361,7 @@ def _load_by_layer(
     strange = any(weight.is_meta and id(weight) not in each for weight in every)  # such as a second stack
     if not stack or shared or strange:
         return None
-    return model, info, LayerWeights(read_layer, tensors, model, progress)
+    return model, info, LayerWeights(lambda state: reader.read(state)[0], tensors, model, progress)
 
 
 def _layer_of(name: str) -> int | None:

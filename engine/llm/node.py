@@ -10,23 +10,26 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notation
+from weftline.engine.llm.answer_syntax import END_THINK
 from weftline.engine.llm.counters import TokenCounters, figures
+from weftline.engine.llm.external.options import ONLY_EXTERNAL
+from weftline.engine.llm.model_check import checked_model, template_of
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.ports import TENANT, answer_outputs, head_ports, request_inputs
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
-from weftline.engine.llm.vision.families import check_family, family_of
 from weftline.engine.llm.vision.messages import refuse_images, shows_pictures
-from weftline.engine.llm.vision.ports import IMAGE_TEXT_CLASS, check_draft, image_notes, image_ports
+from weftline.engine.llm.vision.ports import check_draft, image_notes, image_ports
 from weftline.errors import InputError, WeftlineError
 from weftline.node import (
     USUAL,
-    ConfigError,
     DeviceMemoryLimit,
     MissingPackage,
     ModelError,
@@ -39,16 +42,6 @@ from weftline.node import (
     Urgency,
     port,
 )
-from weftline.nodes.embed import embedding_width
-from weftline.nodes.hugging_face import (
-    GENERATION,
-    LANGUAGE_MODEL,
-    NO_HEAD,
-    SEQUENCE_CLASSIFICATION,
-    check_folder,
-    check_kind,
-    find_config,
-)
 from weftline.shm.device.names import torch_device
 
 if TYPE_CHECKING:
@@ -57,14 +50,7 @@ if TYPE_CHECKING:
     from weftline.engine.llm.vision.prompt import PromptImage
     from weftline.engine.llm.vision.reader import ImageReader, Taken
 
-_TASK_KINDS = {
-    "generate": ((LANGUAGE_MODEL, GENERATION), "a language model (...ForCausalLM)"),
-    "embed": ((LANGUAGE_MODEL, NO_HEAD), "a decoder (...ForCausalLM, or a model without a head)"),
-    "classify": ((SEQUENCE_CLASSIFICATION,), "a decoder with a score layer (...ForSequenceClassification)"),
-}
-_TASK_CLASSES = {
-    "generate": "AutoModelForCausalLM", "embed": "AutoModel", "classify": "AutoModelForSequenceClassification"
-}  # fmt: skip
+_NO_TOOLS = ToolRequest()
 NAME_CHARS_MAX = 256
 """Most characters of a tenant or adapter name."""
 
@@ -74,8 +60,7 @@ class _Submitted:
     """An item ready for the engine. It waits for memory where its prompt is longer than all pages."""
 
     item: int
-    tokens: list[int]
-    params: SamplingParams
+    prepared: Prepared
     options: LlmRequestOptions
     now_ms: float
 
@@ -97,6 +82,7 @@ class Llm(StreamNode):
     extra: ClassVar[str] = "llm"
     heavy: ClassVar[bool] = True
     fills_memory: ClassVar[bool] = True
+    other_options: ClassVar[Mapping[str, str]] = dict.fromkeys(ONLY_EXTERNAL, "engine: openai")
 
     def __init__(self, config: LlmConfig) -> None:
         super().__init__(config)
@@ -106,6 +92,7 @@ class Llm(StreamNode):
         self._decoding: DecodingThread[_Request, Taken] | None = None
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
         self._retained: list[int] = []
+        self._format: AnswerFormat | None = None
         self._refused: list[Piece] = []
         self._outputs: dict[int, RequestOutput] = {}
         self._counters = TokenCounters()
@@ -116,37 +103,30 @@ class Llm(StreamNode):
     @classmethod
     def ports(cls, config: LlmConfig, step: StepContext) -> Ports:
         check_options(config)
-        found = _checked_model(config.model, config.task, step.base_dir, "model")
+        found = checked_model(config.model, config.task, step.base_dir, "model", config.weights)
         if config.draft_model:
-            draft = _checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
+            draft = checked_model(config.draft_model, config.task, step.base_dir, "draft_model")
             check_draft(draft, config.draft_model)
         if config.task != "generate":
-            return _head_ports(config, found)
-        return Ports(
-            inputs=(
-                port("prompt", "text", optional=True, about="user message; either this or messages"),
-                port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
-                *image_ports(config, found, step),
-                port("tools", "json", optional=True, about="tool definitions, as the chat template expects them"),
-                port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
-                port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
-                port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants"),
-                port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
-            ),
-            outputs=(
-                port("text", "text", pieces=True, about="the answer"),
-                port("usage", "json", about="prompt, completion and cached tokens, and finish_reason: stop or length"),
-                port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
-            ),
+            return head_ports(config, found)
+        own = (
+            port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
+            TENANT,
+            port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
         )
+        return Ports((*request_inputs(*image_ports(config, found, step)), *own), answer_outputs())
 
     @classmethod
     def plan_notes(cls, config: LlmConfig, step: StepContext) -> Sequence[str]:
-        """Return the round limits of a step on a GPU, whose defaults differ from a CPU's."""
+        """Return the round limits of a step on a GPU, whose defaults differ from a CPU's, and the answers' notation."""
         found = []
         for limits in dict.fromkeys(round_limits(config, one) for one in step.devices if torch_device(one) != "cpu"):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
             found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
+        if config.task == "generate":
+            tools, reasons = read_notation(config, template_of(config.model, step.base_dir))
+            found += [f"tool calls are read in the notation {tools} (tool_format)"] * bool(tools)
+            found += [f"text up to {END_THINK} is the output reasoning (reasoning)"] * reasons
         return [*found, *image_notes(config, step.base_dir)]
 
     def open(self, context: OpenContext) -> None:
@@ -162,6 +142,7 @@ class Llm(StreamNode):
         if self.config.system and not self._tokens.has_template:
             self.close()
             raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be used")
+        self._format = AnswerFormat(self.config, self._tokens)
         self._retained = self._fixed_tokens() if self.config.task == "generate" else []
 
     def warm_up(self) -> None:
@@ -227,9 +208,11 @@ class Llm(StreamNode):
         deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             pool = engine.runner.head is not None
-            params = SamplingParams() if pool else self._params(inputs, urgency.seed)
-            tokens, images = (words.raw(inputs["text"] or " "), ()) if pool else self._prompt(inputs, taken)
-            fixed = self._fixed(tokens)
+            if pool:
+                prepared = Prepared(words.raw(inputs["text"] or " "), SamplingParams(), None)
+            else:
+                prepared = self._prepared(inputs, urgency.seed, taken)
+            fixed = self._fixed(prepared.prompt)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
                 urgency.priority,
@@ -238,15 +221,15 @@ class Llm(StreamNode):
                 _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
-                images=images,
+                images=prepared.images,
             )  # fmt: skip
         except WeftlineError as error:
             self._refuse(item, error)
         else:
-            asked = _Submitted(item, tokens, params, options, now_ms)
+            asked = _Submitted(item, prepared, options, now_ms)
             runner = engine.runner
             most = min(runner.context_max, self._kv_most_bytes // runner.page_bytes * runner.page_tokens)
-            if engine.context_max <= len(tokens) < most:
+            if engine.context_max <= len(prepared.prompt) < most:
                 self._long.append(asked)
             else:
                 self._add(asked)
@@ -254,12 +237,13 @@ class Llm(StreamNode):
     def _add(self, asked: _Submitted) -> None:
         """Add an item to the engine; one that is refused gets a piece with the error."""
         engine, words = self._opened()
+        prepared = asked.prepared
         try:
-            engine.add(asked.item, asked.tokens, asked.params, asked.options, now_ms=asked.now_ms)
+            engine.add(asked.item, prepared.prompt, prepared.params, asked.options, now_ms=asked.now_ms)
         except WeftlineError as error:
             self._refuse(asked.item, error)
         else:
-            self._outputs[asked.item] = RequestOutput(asked.params.n, words.decode)
+            self._outputs[asked.item] = RequestOutput(prepared.params.n, words.decode, prepared.syntax)
 
     def _refuse(self, item: int, error: WeftlineError) -> None:
         self._counters.failed += 1
@@ -324,7 +308,8 @@ class Llm(StreamNode):
     def _wanted_bytes(self, asked: _Submitted) -> int:
         """Return the KV memory that an item may need, at most the step's maximum."""
         runner = self._opened()[0].runner
-        tokens = min(len(asked.tokens) + asked.params.tokens_max, runner.context_max)
+        prepared = asked.prepared
+        tokens = min(len(prepared.prompt) + prepared.params.tokens_max, runner.context_max)
         pages = -(-tokens // runner.page_tokens)
         return min(pages, self._kv_most_bytes // runner.page_bytes) * runner.page_bytes
 
@@ -350,26 +335,37 @@ class Llm(StreamNode):
             bool(self._refused) or bool(self._decoding) or (engine is not None and (engine.busy or not engine.recorded))
         )
 
-    def _params(self, inputs: Mapping[str, Any], seed: int | None) -> SamplingParams:
+    def _prepared(self, inputs: Mapping[str, Any], seed: int | None, taken: Taken | None) -> Prepared:
+        """Return prompt, pictures, sampling options and answer notation of a request; InputError if it is invalid."""
+        if self._format is None:
+            raise RuntimeError("the llm node is not open")
+        tools = ToolRequest.read(inputs)
+        params = self._params(inputs, seed, shows_control=bool(tools.offered) and not self._format.tools)
+        prompt, images = self._prompt(inputs, tools, taken)
+        return dataclasses.replace(self._format.prepare(tools, prompt, params), images=images)
+
+    def _params(self, inputs: Mapping[str, Any], seed: int | None, shows_control: bool) -> SamplingParams:
         params: SamplingParams = self.config.sampling
-        if inputs.get("tools"):
-            params = dataclasses.replace(params, skip_special_tokens=False)  # tool calls may contain special tokens
+        if shows_control:  # the caller reads the calls, and control tokens may be part of them
+            params = dataclasses.replace(params, skip_special_tokens=False)
         if inputs.get("sampling") is not None:
             params = SamplingParams.read(inputs["sampling"], params)
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
     def _prompt(
-        self, inputs: Mapping[str, Any], taken: Taken | None = None
+        self, inputs: Mapping[str, Any], request: ToolRequest, taken: Taken | None
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a request's prompt, and its pictures."""
+        encode = partial(self._prompt_tokens, request=request)
         if self._images is not None:
-            return self._images.lay_out(taken or self._images.take(inputs), self._prompt_tokens)
+            return self._images.lay_out(taken or self._images.take(inputs), encode)
         refuse_images(inputs, self.config.model)
-        return self._prompt_tokens(inputs), ()
+        return encode(inputs), ()
 
-    def _prompt_tokens(self, inputs: Mapping[str, Any], mark: str = "") -> list[int]:
+    def _prompt_tokens(self, inputs: Mapping[str, Any], mark: str = "", request: ToolRequest = _NO_TOOLS) -> list[int]:
         """Return the tokens of the prompt or conversation. mark: stands for a picture in its texts."""
         _, tokens = self._opened()
+        tools = list(request.offered) or None
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if (prompt is None) == (messages is None):
             found = "neither" if prompt is None else "both"
@@ -377,12 +373,14 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages, inputs.get("tools"), mark)
+            return tokens.chat(messages, tools, mark)
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
+        if not tokens.has_template and tools:
+            raise InputError("tools: the model has no chat template, which would describe them", param="tools")
         if not tokens.has_template:
             return tokens.raw(prompt, mark)
-        return tokens.chat(self._turns(prompt), inputs.get("tools"), mark)
+        return tokens.chat(self._turns(prompt), tools, mark)
 
     def _turns(self, prompt: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
@@ -416,15 +414,15 @@ class Llm(StreamNode):
         self._counters.add(update, first=not output.begun)
         if update.error is not None:
             del self._outputs[item]
-            pieces.append(Piece(item, last=True, error=update.error))
+            pieces.append(Piece(item, last=True, error=output.named_error(update.error)))
             return
         if update.pooled is not None:
             del self._outputs[item]
             pieces.append(Piece(item, self._pooled(update), last=True))
             return
-        output.add(update)
-        if update.text and output.streams:
-            pieces.append(Piece(item, {"text": update.text}))
+        added = output.add(update)
+        if added and output.streams:
+            pieces.append(Piece(item, added))
         if update.last:
             del self._outputs[item]
             pieces.append(Piece(item, output.outputs(), last=True))
@@ -440,38 +438,6 @@ class Llm(StreamNode):
         if self._engine is None or self._tokens is None:
             raise RuntimeError("the llm node is not open")
         return self._engine, self._tokens
-
-
-def _checked_model(model: str, task: str, base_dir: Path, option: str) -> dict[str, Any] | None:
-    """Return a model's config.json, None if not downloaded; ConfigError where this task cannot run it."""
-    try:
-        found = find_config(model, base_dir)
-        if found is None:
-            return None
-        check_kind(found, model, *_TASK_KINDS[task])
-        if found.get("is_encoder_decoder"):
-            reason = f"{model} has an encoder and a decoder ({found.get('model_type')!s:.40})"
-            plain = "name a plain decoder such as Llama, Qwen3 or Mistral"
-            fix = "use node whisper for speech" if found.get("model_type") == "whisper" else plain
-            raise ConfigError("model", reason, "a decoder alone", fix)
-        check_family(found, model)
-        check_folder(model, base_dir, _TASK_CLASSES[task] if family_of(found) is None else IMAGE_TEXT_CLASS)
-        return found
-    except ConfigError as error:
-        raise ConfigError(option, error.found, error.expected, error.fix) from None
-
-
-def _head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
-    """Return the ports of a step with task embed or classify."""
-    text = port("text", "text", about="the text to embed or classify")
-    usage = port("usage", "json", about="prompt and cached tokens")
-    tenant = port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants")
-    if config.task == "classify":
-        return Ports((text, tenant), (port("scores", "json", about="the model's score for each of its labels"), usage))
-    width = embedding_width(found, config.model)
-    return Ports(
-        (text, tenant), (port("embedding", f"float32[{width}]", about="the text's vector, of length 1"), usage)
-    )
 
 
 def _name(inputs: Mapping[str, Any], port_name: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from weftline.engine.llm.answer_syntax import TOOL_FORMATS
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_store import is_url
 from weftline.shm.device.names import torch_device
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -16,6 +17,9 @@ KV_DTYPES = ("auto", "fp8")
 WEIGHTS = ("auto", "fp8", "int8", "int4")
 TASKS = ("generate", "embed", "classify")
 POOLINGS = ("last", "mean", "first")
+ENGINES = ("weftline", "openai")
+TOOLS = ("auto", "none", *TOOL_FORMATS)
+REASONING = ("auto", "none")
 SPECULATIONS = ("none", "ngram", "draft")
 DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
@@ -34,7 +38,7 @@ class LlmConfig:
     """Options of an llm step."""
 
     model: str
-    """Folder of a transformers model (config.json, *.safetensors, tokenizer), or its name on the hub."""
+    """Folder of a transformers model (config.json, *.safetensors, tokenizer), its name on the hub, or a GGUF file."""
     task: str = "generate"
     """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
     system: str = ""
@@ -43,6 +47,12 @@ class LlmConfig:
     """Fixed beginning of every prompt; its pages are kept longest. A step with `prompt:` sets it itself."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
+    tool_format: str = "auto"
+    """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, qwen3_coder, or none (calls
+    stay in `text`)."""
+    reasoning: str = "auto"
+    """Separation of reasoning: auto (text between `<think>` and `</think>` is the output `reasoning`, if the chat
+    template has these marks) or none (it stays in `text`)."""
     pooling: str = "last"
     """Pooling of token embeddings: last, mean or first."""
     page_tokens: int = 16
@@ -78,13 +88,22 @@ class LlmConfig:
     image_cache_bytes: int = 128 << 20
     """Most bytes of image features kept in host memory; a picture seen again is not encoded again."""
 
+    engine: str = "weftline"
+    """Engine: weftline, in the step's own process, or openai, a server with OpenAI's API, which has other options."""
+
     def __post_init__(self) -> None:
-        if isinstance(self.sampling, Mapping):
-            try:
-                object.__setattr__(self, "sampling", SamplingParams.read(self.sampling))
-            except InputError as error:
-                option, _, found = str(error).partition(": ")
-                raise ConfigError(option, found) from error
+        object.__setattr__(self, "sampling", checked_sampling(self.sampling))
+
+
+def checked_sampling(given: object) -> SamplingParams:
+    """Return the option `sampling`, which is a mapping in a file; ConfigError names a wrong key."""
+    if isinstance(given, SamplingParams):
+        return given
+    try:
+        return SamplingParams.read(given)
+    except InputError as error:
+        option, _, found = str(error).partition(": ")
+        raise ConfigError(option, found) from error
 
 
 def round_limits(config: LlmConfig, device: str) -> RoundLimits:
@@ -105,6 +124,8 @@ def check_options(config: LlmConfig) -> None:
             raise ConfigError(option, f"found {value}", f"at most {most}")
     if len(config.adapters) > ADAPTERS_MAX:
         raise ConfigError("adapters", f"found {len(config.adapters)}", f"at most {ADAPTERS_MAX}")
+    if url := next((folder for folder in config.adapters.values() if is_url(folder)), None):
+        raise ConfigError("adapters", f"found {url:.200}", "a folder of this machine: adapters are not fetched")
     if config.context_max == 1:
         raise ConfigError("context_max", "found 1", "a whole number from 2: one prompt token and one answer token")
     choices = {
@@ -113,7 +134,10 @@ def check_options(config: LlmConfig) -> None:
         "weights": WEIGHTS,
         "task": TASKS,
         "pooling": POOLINGS,
+        "tool_format": TOOLS,
+        "reasoning": REASONING,
         "speculation": SPECULATIONS,
+        "engine": ENGINES,
     }
     for option, allowed in choices.items():
         if getattr(config, option) not in allowed:
@@ -122,6 +146,9 @@ def check_options(config: LlmConfig) -> None:
         raise ConfigError("model", "found an empty text", "a model's folder or name")
     if (config.speculation == "draft") != bool(config.draft_model):
         raise ConfigError("draft_model", f"found {config.draft_model!r:.60}", "a model exactly with speculation: draft")
+    for option in ("tool_format", "reasoning"):
+        if config.task != "generate" and getattr(config, option) != "auto":
+            raise ConfigError(option, f"found {getattr(config, option)}", f"auto, with task: {config.task}")
     if config.task != "generate" and (config.speculation != "none" or config.adapters):
         raise ConfigError("task", f"found {config.task}", "generate, with speculation or adapters")
     plain = config.task == "generate" and config.weights == "auto" and config.speculation != "draft"

@@ -12,9 +12,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
+from weftline.engine.llm.answer_parser import AnswerParser, AnswerParts
+from weftline.engine.llm.answer_syntax import AnswerSyntax
 from weftline.engine.llm.detokenizer import TextStream
 from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sequence import Sequence
+from weftline.errors import InputError
 
 _EMPTY = TokenUpdate(-1)
 
@@ -75,17 +78,37 @@ class SequenceOutput:
 class _Answer:
     """One answer so far. latest: the newest update, whose counts are those of the whole answer."""
 
+    parser: AnswerParser | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[SampledToken] = field(default_factory=list)
     latest: TokenUpdate = field(default_factory=lambda: _EMPTY)
 
+    @property
+    def parts(self) -> AnswerParts:
+        """Return content, reasoning and tool calls so far."""
+        return AnswerParts("".join(self.texts)) if self.parser is None else self.parser.parts
+
+    @property
+    def finish(self) -> str | None:
+        """Return why the answer ended: stop, length, or tool_calls."""
+        finish = self.latest.finish
+        return "tool_calls" if finish == "stop" and self.parser is not None and self.parser.has_calls else finish
+
 
 class RequestOutput:
-    """Answers of one request. decode: token ids to text, for the names of tokens with log-probabilities."""
+    """Answers of one request.
 
-    def __init__(self, count: int, decode: Callable[[SequenceOf[int]], str]) -> None:
-        self._answers = [_Answer() for _ in range(count)]
+    decode: token ids to text, for the names of tokens with log-probabilities.
+    syntax: notation of reasoning and tool calls; None: all text is content.
+    """
+
+    def __init__(
+        self, count: int, decode: Callable[[SequenceOf[int]], str], syntax: AnswerSyntax | None = None
+    ) -> None:
+        parsers = [None if syntax is None else AnswerParser(syntax, index) for index in range(count)]
+        self._answers = [_Answer(parser) for parser in parsers]
         self._decode = decode
+        self._forced = syntax is not None and syntax.forced
         self._prompt: tuple[SampledToken, ...] = ()
         self._latest = _EMPTY  # of any answer
 
@@ -99,24 +122,31 @@ class RequestOutput:
         """Return whether any update was added."""
         return self._latest is not _EMPTY
 
-    def add(self, update: TokenUpdate) -> None:
+    def add(self, update: TokenUpdate) -> dict[str, str]:
+        """Add an update; return the texts that it adds to the streamed outputs."""
         answer = self._answers[update.index]
         answer.latest = self._latest = update
-        if update.text:
-            answer.texts.append(update.text)
         if update.logprobs:
             answer.logprobs += update.logprobs
         if update.prompt_logprobs:
             self._prompt = update.prompt_logprobs
+        if answer.parser is None:
+            if not update.text:
+                return {}
+            answer.texts.append(update.text)
+            return {"text": update.text}
+        added = answer.parser.push(update.text, final=update.finish is not None)
+        return {name: text for name, text in (("text", added.content), ("reasoning", added.reasoning)) if text}
 
     def outputs(self) -> dict[str, Any]:
-        """Return the step's outputs: text and usage of the first answer, and all answers."""
+        """Return the step's outputs: parts and usage of the first answer, and all answers."""
         first = self._answers[0]
+        parts = first.parts
         usage = {
             "prompt_tokens": self._latest.prompt_tokens,
             "completion_tokens": sum(answer.latest.completion_tokens for answer in self._answers),
             "cached_tokens": self._latest.cached_tokens,
-            "finish_reason": first.latest.finish,
+            "finish_reason": first.finish,
         }
         if any(answer.latest.drafted_tokens for answer in self._answers):
             usage["draft_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
@@ -124,10 +154,27 @@ class RequestOutput:
         answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
         if self._prompt:
             answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]
-        return {"text": "".join(first.texts), "usage": usage, "answers": answers}
+        return {
+            "text": parts.content,
+            "reasoning": parts.reasoning,
+            "tool_calls": list(parts.calls),
+            "usage": usage,
+            "answers": answers,
+        }
+
+    def named_error(self, error: Exception) -> Exception:
+        """Return an error about the grammar of a forced call as one about the tools that it was made of."""
+        if not (self._forced and isinstance(error, InputError) and error.param == "grammar"):
+            return error
+        return InputError(f"tools: {str(error).removeprefix('sampling.grammar: ')}", param="tools")
 
     def _to_json(self, index: int, answer: _Answer) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": index, "text": "".join(answer.texts), "finish_reason": answer.latest.finish}
+        parts = answer.parts
+        body: dict[str, Any] = {"index": index, "text": parts.content, "finish_reason": answer.finish}
+        if parts.reasoning:
+            body["reasoning"] = parts.reasoning
+        if parts.calls:
+            body["tool_calls"] = list(parts.calls)
         if answer.logprobs:
             body["logprobs"] = [self._token(one) for one in answer.logprobs]
         return body

@@ -20,15 +20,15 @@ fp8's inputs are scaled and rounded by one Triton kernel where it can be used, a
 memory and no time: torchao converts the whole weight to the model's dtype before each product, so that a product reads
 it as int8, writes it, and reads it again.
 
-A pre-quantised checkpoint has a `quantization_config`; transformers and the package of its format load it. A format
-whose package would download code, or that cannot run on the device, is loaded as plain weights where transformers can
-do that, and otherwise refused.
+A pre-quantised checkpoint has a `quantization_config` (`checkpoint_format`). awq and gptq are unpacked by
+`packed_weights`; transformers and the package of its format load another one. A format whose package would download
+code, or that cannot run on the device, is loaded as plain weights where transformers can do that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weftline.engine.llm.checkpoint_format import METHODS, PackedFormat, find_format, is_fp8, set_options
 from weftline.errors import MissingPackage, ModelError
 
 FORMS = ("fp8", "int8", "int4")
@@ -54,12 +55,16 @@ _ROUTERS = ("gate", "router", "shared_expert_gate")
 class WeightPlan:
     """Storage format of a model's weights.
 
-    form:  fp8, int8 or int4 to quantise to once loaded; None: as loaded.
-    dtype: name of the dtype that the form computes in; None: any.
+    form:     fp8, int8 or int4 to quantise to once loaded; None: as loaded.
+    dtype:    name of the dtype that the form computes in; None: any.
+    packed:   layout of weights that are unpacked here, None for those that transformers reads.
+    by_layer: the checkpoint can be read layer by layer: it is plain, or unpacked tensor by tensor.
     """
 
     form: str | None = None
     dtype: str | None = None
+    packed: PackedFormat | None = None
+    by_layer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +89,24 @@ def plan_weights(weights: str, dtype: str, device: str, config: Any, shown: str)
     ModelError says what does not go together, MissingPackage what to install.
     """
     capability = _capability(device)
-    method, form = find_method(config, shown), (None if weights == "auto" else weights)
-    if method is not None:
-        check_method(method, shown, capability is None)
+    found, form = find_format(config, shown), (None if weights == "auto" else weights)
+    if found is not None:
+        method = found.method
         fast = capability is not None and capability >= FP8_CAPABILITY
         if form is not None and not METHODS[method].unpacked:
             raise ModelError(f"weights: found {form}, expected auto: model {shown} already is quantised, by {method}")
-        if method == "compressed-tensors" and form is None and fast and is_fp8(config):
+        if found.packed is not None:
+            del config.quantization_config  # to transformers its weights are plain
+        elif method == "compressed-tensors" and form is None and fast and is_fp8(config):
             set_options(config, use_optimized_inference=True)
         elif METHODS[method].unpacked:
             set_options(config, dequantize=True)
         if method == "fp8" and form is None and fast:
             form = "fp8"
-    return WeightPlan() if form is None else WeightPlan(form, check_form(form, dtype, device))
+    packed = None if found is None else found.packed
+    by_layer = found is None or packed is not None or found.method == "fp8"
+    dtype_name = None if form is None else check_form(form, dtype, device)
+    return WeightPlan(form, dtype_name, packed, by_layer)
 
 
 def check_form(form: str, dtype: str, device: str) -> str | None:
@@ -257,74 +267,3 @@ def _torchao() -> Any:
 def _capability(device: str) -> tuple[int, int] | None:
     """Return a GPU's compute capability, None for a CPU."""
     return None if torch.device(device).type == "cpu" else torch.cuda.get_device_capability(device)
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """One kind of quantised checkpoint.
-
-    packages:   what must be installed, as (module, what to install).
-    needs_gpu:  it has no form for CPUs.
-    unpacked:   it is loaded into plain weights, which can be quantised anew; else they stay as they are.
-    """
-
-    packages: tuple[tuple[str, str], ...]
-    needs_gpu: bool = False
-    unpacked: bool = False
-
-
-METHODS: Mapping[str, Method] = {
-    # transformers would fetch this one's matrix products from a hub, as code
-    "fp8": Method((("accelerate", "accelerate"),), unpacked=True),
-    "compressed-tensors": Method((("compressed_tensors", "compressed-tensors>=0.15"),), unpacked=True),
-    "torchao": Method((("torchao", "weftline[quantised]"),)),
-    "gptq": Method((("gptqmodel", "gptqmodel"), ("optimum", "optimum")), needs_gpu=True),
-    "awq": Method((("gptqmodel", "gptqmodel"), ("accelerate", "accelerate")), needs_gpu=True),
-}
-
-
-def find_method(config: Any, shown: str) -> str | None:
-    """Return the name of the method in METHODS by which a checkpoint is quantised, None for plain weights.
-
-    `config` is transformers' config; `shown` the model's name in errors. ModelError for a method that is not known.
-    """
-    settings = _settings(config)
-    if not settings:
-        return None
-    method = str(settings.get("quant_method", "")).rpartition(".")[2].lower().replace("_", "-")
-    if method not in METHODS:
-        known = ", ".join(METHODS)
-        raise ModelError(f"model {shown}: its weights are quantised by {method!r:.40}, expected one of: {known}")
-    return method
-
-
-def check_method(method: str, shown: str, on_cpu: bool) -> None:
-    """Raise ModelError unless a checkpoint of that method can be loaded here."""
-    if METHODS[method].needs_gpu and on_cpu:
-        raise ModelError(f"model {shown}: its weights are quantised by {method}, which needs a GPU; found cpu")
-    missing = [install for module, install in METHODS[method].packages if find_spec(module) is None]
-    if missing:
-        names = " ".join(f"'{name}'" for name in missing)
-        raise ModelError(
-            f"model {shown}: its weights are quantised by {method}, whose packages are not installed\n"
-            f"    fix: pip install {names}"
-        )
-
-
-def is_fp8(config: Any) -> bool:
-    """Return whether all weights of a checkpoint of compressed-tensors are 8-bit floating point."""
-    groups = (_settings(config).get("config_groups") or {}).values()
-    weights = [(group.get("weights") or {}) if isinstance(group, Mapping) else {} for group in groups]
-    return bool(weights) and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights)
-
-
-def set_options(config: Any, **settings: bool) -> None:
-    """Add `settings` to the quantisation config of a checkpoint."""
-    config.quantization_config = {**_settings(config), **settings}
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return {}
-    return dict(found if isinstance(found, Mapping) else found.to_dict())

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
+from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.vision.messages import with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
@@ -47,6 +48,7 @@ class Tokens:
         self.chars_max = context_max * CHARS_PER_TOKEN_MAX
         added = tokenizer.added_tokens_decoder
         control = {id: token.content for id, token in added.items() if token.special or _BRACKETED.match(token.content)}
+        self._added = {token.content: id for id, token in added.items()}
         self._control_ids = frozenset(control)
         names = sorted(control.values(), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names))) if names else None
@@ -67,7 +69,11 @@ class Tokens:
 
         shown = shown or str(source)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            if is_gguf(source):
+                with alone(source) as folder:
+                    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=NAME, trust_remote_code=False)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds of errors
             reason = reason_without_path(error, source, shown)
             raise ModelError(f"model {shown}: its tokenizer cannot be loaded: {reason}") from None
@@ -82,6 +88,24 @@ class Tokens:
     def is_control(self, id: int) -> bool:
         """Return whether a token is a control token, which no text of a user becomes."""
         return id in self._control_ids
+
+    @property
+    def template(self) -> str:
+        """Return the text of the chat templates; '' without one."""
+        found = self.tokenizer.chat_template or ""
+        return "".join(map(str, found.values())) if isinstance(found, Mapping) else str(found)
+
+    def added_ids(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the ids of those `names` that are single tokens beside the vocabulary."""
+        return {name: self._added[name] for name in names if name in self._added}
+
+    def skips(self, name: str) -> bool:
+        """Return whether a name is that of a control token, which is left out of texts."""
+        return self._added.get(name) in self._special_ids
+
+    def ends_with(self, tokens: Sequence[int], text: str) -> bool:
+        """Return whether the text of `tokens`, control tokens included, ends with `text` and white space."""
+        return self._decoder(control=True)(tokens[-8:]).rstrip().endswith(text)
 
     def chat(self, messages: object, tools: object = None, mark: str = "") -> list[int]:
         """Return the tokens of a conversation, ready for the model's answer; InputError if it is invalid.
@@ -258,7 +282,7 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def check_tools(tools: object) -> list[dict[str, Any]]:
     """Return the tools offered to the model; InputError unless they are a list of objects."""
     if not isinstance(tools, list) or len(tools) > TOOLS_MAX or not all(isinstance(one, Mapping) for one in tools):
-        raise InputError(f"tools: expected a list of at most {TOOLS_MAX} objects")
+        raise InputError(f"tools: expected a list of at most {TOOLS_MAX} objects", param="tools")
     return [dict(one) for one in tools]
 
 
@@ -293,7 +317,21 @@ def _check_message(where: str, message: object) -> dict[str, Any]:
         raise InputError(f"{where}.role: found {message['role']!r:.40}, expected {', '.join(ROLES)}")
     checked = {key: value for key, value in message.items() if value is not None}
     checked["content"] = _content(f"{where}.content", message.get("content"), "tool_calls" in checked)
+    if isinstance(calls := checked.get("tool_calls"), list):
+        checked["tool_calls"] = [_with_arguments(call) for call in calls]
     return checked
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, which templates expect; OpenAI's clients send JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"].strip() or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _content(where: str, content: object, optional: bool) -> str:

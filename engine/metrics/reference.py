@@ -45,7 +45,7 @@ REQUEST_SPAN: Mapping[str, str] = {
     "gen_ai.request.model": "the same as `weftline.model`",
     "gen_ai.usage.input_tokens": "tokens of the prompt",
     "gen_ai.usage.output_tokens": "generated tokens",
-    "gen_ai.response.finish_reasons": "end of generation: `stop` or `length`",
+    "gen_ai.response.finish_reasons": "end of generation: `stop`, `length` or `tool_calls`",
     "gen_ai.latency.time_to_first_token": "of a streamed response, in seconds",
 }
 STEP_SPAN: Mapping[str, str] = {

@@ -13,6 +13,7 @@ import socket
 import threading
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 FRAME_BYTES_MAX = 1 << 30
 """Longest message. Inline values have at most 16 KiB each and batches at most 4 096 items: a dozen inputs of that size
@@ -143,6 +144,13 @@ class Channel:
     def has_mail(self) -> bool:
         """Return True if `receive` would return without waiting."""
         return bool(self._poll.poll(0))
+
+    def wait_mail(self, beside: Sequence[int]) -> bool:
+        """Wait until something is received, or a descriptor of `beside` is readable; True in the first case."""
+        poll = select.poll()
+        for descriptor in (self.fileno(), *beside):
+            poll.register(descriptor, select.POLLIN)
+        return any(descriptor == self.fileno() for descriptor, _ in poll.poll())
 
     def take_descriptor(self) -> int:
         """Return the descriptor that was sent with the last received message; the caller owns it."""

@@ -105,12 +105,14 @@ class WorkerProcesses:
         self._arenas_to_come.add(worker)
         self._lend_reserve()
         try:
-            steps = [step.name for step in self._plan.steps if step.name in planned.steps]
+            hosted = [step for step in self._plan.steps if step.name in planned.steps]
+            steps = [step.name for step in hosted]
             process: Process
             if self._plan.debug in steps:
                 process = DebugWorker(planned.name)
             else:
-                variables = self._gpu_variables if planned.device else None
+                named = {name: os.environ[name] for step in hosted for name in step.variables if name in os.environ}
+                variables = named | (self._gpu_variables if planned.device else {})
                 process = WorkerProcess(planned.name, planned.threads, variables, steps)
         except OSError as error:
             self._started(worker)

@@ -68,7 +68,7 @@ LONE_DEATHS_MAX = 2
 SPARED_MAX = 8
 """Deaths because of another task after which a task fails: bisecting a batch of 64 takes log2(64) + 2."""
 
-TRIED_AGAIN = frozenset({"StepError", "WorkerDied", "DeadlineExceeded", "LimitReached", "ModelError"})
+TRIED_AGAIN = frozenset({"StepError", "WorkerDied", "Unavailable", "DeadlineExceeded", "LimitReached", "ModelError"})
 """Errors that are retried. An invalid input stays invalid."""
 
 

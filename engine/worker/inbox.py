@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weftline.engine.protocol.channel import Channel, ChannelClosed
 from weftline.engine.protocol.messages import CancelItems, Chain, OutputBuffer, RunBatch, ToWorker, decode_to_worker
@@ -65,9 +65,11 @@ class Inbox:
         """Remove and return the oldest message; IndexError when there is none."""
         return self._waiting.popleft()
 
-    def wait_message(self) -> None:
-        """Wait until at least one message is queued."""
+    def wait_message(self, beside: Sequence[int] = ()) -> None:
+        """Wait until at least one message is queued, or one of the descriptors `beside` is readable."""
         while not self._waiting:
+            if beside and not self._channel.wait_mail(beside):
+                return
             self._receive()
 
     def poll(self) -> None:

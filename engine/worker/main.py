@@ -113,7 +113,10 @@ class Worker:
                 if not inbox:
                     if self._streams or stats.reporting:
                         stats.collect()
-                    inbox.wait_message()
+                    wakes = [one.wake_descriptor for one in self._streams.values()]
+                    inbox.wait_message([wake for wake in wakes if wake >= 0])
+                if not inbox:
+                    continue  # a node has work
                 self._handle(inbox.pop())
                 if stats.reporting and stats.due:
                     stats.collect()  # under constant load the inbox may never be empty

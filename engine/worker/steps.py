@@ -47,6 +47,7 @@ from weftline.engine.worker.threads import Answer, StepThread
 from weftline.errors import StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import BatchNode, DeviceMemoryLimit, Node, OpenContext, StreamNode
+from weftline.nodes.model_store import verify
 from weftline.pipelines.check.options import to_config
 from weftline.shm.device.driver import DeviceLost
 from weftline.shm.device.names import index_of, is_fake, is_gpu
@@ -255,6 +256,7 @@ class Opener:
         node_class = resolve(step.node, base_dir)
         node = node_class(to_config(node_class, step.options))
         context_stream = 0 if is_fake(step.device) else stream
+        verify(step.options, base_dir, progress)
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)
         memory_limit = (

@@ -55,6 +55,11 @@ class HostedStream:
         """Return whether the node has work for a round."""
         return self.node.busy
 
+    @property
+    def wake_descriptor(self) -> int:
+        """Return the descriptor by which the node wakes the worker; -1 for none."""
+        return self.node.wake_descriptor
+
     def submit(self, item: Item) -> OutputChunk | None:
         """Submit an item to the node; returns its last chunk if the node refuses it."""
         try:

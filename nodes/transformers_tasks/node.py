@@ -16,25 +16,31 @@ from weftline.nodes.transformers_tasks.images import (
     ObjectDetection,
     ZeroShotImageClassification,
 )
+from weftline.nodes.transformers_tasks.pose import KeypointDetection
 from weftline.nodes.transformers_tasks.recordings import AudioClassification, SpeechRecognition
 from weftline.nodes.transformers_tasks.seq2seq import Summarization, Translation
 from weftline.nodes.transformers_tasks.speech import TextToSpeech
 from weftline.nodes.transformers_tasks.task import Model, Task, TransformersConfig, check_model
-from weftline.nodes.transformers_tasks.texts import QuestionAnswering, TokenClassification, ZeroShotClassification
+from weftline.nodes.transformers_tasks.texts import (
+    FeatureExtraction,
+    QuestionAnswering,
+    TextClassification,
+    TokenClassification,
+    ZeroShotClassification,
+)
 
 TASKS: Mapping[str, type[Task]] = {
     task.name: task
     for task in (
-        ImageClassification, TokenClassification, QuestionAnswering, ZeroShotClassification, ObjectDetection,
-        DepthEstimation, ZeroShotImageClassification, AudioClassification, SpeechRecognition,
-        ImageSegmentation, Summarization, Translation, TextToSpeech,
+        ImageClassification, TextClassification, TokenClassification, QuestionAnswering, ZeroShotClassification,
+        FeatureExtraction, ObjectDetection, DepthEstimation, ZeroShotImageClassification, AudioClassification,
+        SpeechRecognition, ImageSegmentation, KeypointDetection, Summarization, Translation, TextToSpeech,
     )
 }  # fmt: skip
 """The tasks by name."""
 
 _OTHER_NODES = {
-    "text-classification": "classify", "sentiment-analysis": "classify", "feature-extraction": "embed",
-    "sentence-similarity": "embed", "text-generation": "llm",
+    "sentiment-analysis": "classify", "sentence-similarity": "embed", "text-generation": "llm",
 }  # fmt: skip
 """Tasks of transformers that other nodes run."""
 

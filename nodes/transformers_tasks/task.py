@@ -53,24 +53,26 @@ _REMOTE_CODE = ("config.json", "preprocessor_config.json", "processor_config.jso
 class TransformersConfig:
     """Options of `transformers`.
 
-    task:        one of transformers' tasks: image-classification, token-classification, question-answering,
-                 zero-shot-classification, object-detection, depth-estimation, zero-shot-image-classification,
-                 audio-classification, automatic-speech-recognition, image-segmentation, summarization, translation
-                 or text-to-speech.
+    task:        one of transformers' tasks: image-classification, text-classification, token-classification,
+                 question-answering, zero-shot-classification, feature-extraction, object-detection, depth-estimation,
+                 zero-shot-image-classification, audio-classification, automatic-speech-recognition,
+                 image-segmentation, keypoint-detection, summarization, translation or text-to-speech.
                  Each needs a model that was made for it; config.json names its class.
     model:       a model of transformers as a folder or hub name: safetensors only, no code from the model.
     precision:   number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
-    top_k:       image-classification, audio-classification: most labels in `scores`; default 5.
+    top_k:       image-, text- and audio-classification: most labels in `scores`; default 5.
     aggregation: token-classification: how tokens become entities, as in transformers: 'none' (each token), 'simple',
                  'first', 'average' or 'max'; default 'none'.
     labels:      zero-shot tasks: the candidate labels. zero-shot-classification reads them from its input `labels`
-                 instead where that is wired.
+                 instead where that is wired. keypoint-detection: names of the detections to look at; default all.
     hypothesis:  zero-shot tasks: the sentence that a label is put into, with {} in its place; default 'This example is
                  {}.' for texts, 'This is a photo of {}.' for pictures.
     multi_label: zero-shot-classification: labels do not exclude each other, and each has a probability of its own;
                  default false.
     threshold:   object-detection, image-segmentation of objects: minimum score; default 0.5 for detections, 0.9 for
-                 segments.
+                 segments. keypoint-detection: minimum score of a keypoint; default: all keypoints.
+    items_max:   keypoint-detection: most objects of a picture, the most confident; default 64.
+    dataset:     keypoint-detection: number of the data set whose expert a model with several uses; default 0.
     subtask:     image-segmentation: 'semantic' (the class of every pixel), 'instance' (objects) or 'panoptic' (objects,
                  and regions such as the sky); default: panoptic where the model marks objects, otherwise semantic.
     prefix:      summarization, translation: text before every input, such as 'translate English to German: '; default:
@@ -90,6 +92,8 @@ class TransformersConfig:
     hypothesis: str | None = None
     multi_label: bool | None = None
     threshold: float | None = None
+    items_max: int | None = None
+    dataset: int | None = None
     subtask: str | None = None
     prefix: str | None = None
     tokens_max: int | None = None

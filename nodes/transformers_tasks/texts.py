@@ -1,4 +1,4 @@
-"""Tasks on texts: token-classification, question-answering, zero-shot-classification."""
+"""Tasks on texts: text-classification, token- and zero-shot-classification, question-answering, feature-extraction."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any, cast
 import numpy as np
 
 from weftline.errors import InputError, ModelError
-from weftline.nodes.classify import labels_of, to_probabilities
+from weftline.nodes.classify import classifier_labels, independent, is_cross_encoder, labels_of, to_probabilities
 from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
+from weftline.nodes.embed import embedding_width
 from weftline.nodes.hugging_face import (
+    LANGUAGE_MODEL,
+    MASKED_LM,
+    NO_HEAD,
     QUESTION_ANSWERING,
     SEQUENCE_CLASSIFICATION,
     TOKEN_CLASSIFICATION,
@@ -28,6 +32,9 @@ from weftline.nodes.transformers_tasks.task import (
     TransformersConfig,
     check_hypothesis,
     check_labels,
+    check_top_k,
+    label_outputs,
+    label_ports,
     ranked,
 )
 
@@ -72,6 +79,82 @@ class TextTask(Task):
         named = {name: encoded[name] for name in self.model.processor.model_input_names if name in encoded}
         for start in range(0, len(named["input_ids"]), ROWS_MAX):
             yield self.model({name: rows[start : start + ROWS_MAX] for name, rows in named.items()})
+
+
+def _is_regression(found: Mapping[str, Any]) -> bool:
+    return found.get("problem_type") == "regression"
+
+
+class TextClassification(TextTask):
+    """Labels of a whole text, or the values of a regression.
+
+    Scores are the softmax of the logits, their sigmoid where problem_type is multi_label_classification, and the logits
+    themselves where it is regression, as in transformers' own pipeline.
+    """
+
+    name = "text-classification"
+    auto_class = "AutoModelForSequenceClassification"
+    kinds = (SEQUENCE_CLASSIFICATION,)
+    expected = "a model that classifies texts (...ForSequenceClassification)"
+    options = ("top_k",)
+
+    def __init__(self, config: TransformersConfig, model: Model) -> None:
+        super().__init__(config, model)
+        self._labels = labels_of(model.config, model.shown)
+
+    @classmethod
+    def check_config(cls, found: Mapping[str, Any], shown: str) -> None:
+        if not _is_regression(found) or is_cross_encoder(found):
+            classifier_labels(dict(found), shown)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        check_top_k(config)
+        if found is None or not _is_regression(found):
+            return Ports((port("text", "text"),), label_ports())
+        if config.top_k is not None:
+            raise ConfigError("top_k", "the model is a regression, which has no likeliest labels", "", "leave it out")
+        about = "the values of the regression: label, score; in the model's order"
+        return Ports((port("text", "text"),), (port("scores", "json", about=about),))
+
+    def warm_up(self) -> None:
+        self.run(Batch({"text": ["warm-up"]}))
+
+    def run(self, batch: Batch) -> Outputs:
+        encoded = self._encoded(batch["text"])
+        logits = np.concatenate([output.logits.float().cpu().numpy() for output in self._calls(encoded)])
+        if _is_regression(self.model.config):
+            named = [zip(self._labels, row.tolist(), strict=True) for row in logits]
+            return {"scores": [[{"label": label, "score": round(value, 6)} for label, value in row] for row in named]}
+        return label_outputs(self._labels, to_probabilities(logits, independent(self.model.config)), self.config.top_k)
+
+
+class FeatureExtraction(TextTask):
+    """The states of a text's tokens after the last layer, as transformers' own pipeline returns them.
+
+    Node embed makes one vector of them.
+    """
+
+    name = "feature-extraction"
+    auto_class = "AutoModel"
+    kinds = (NO_HEAD, MASKED_LM, LANGUAGE_MODEL)
+    expected = "a model that gives states of tokens (...Model)"
+    unused = ("pooler.",)
+
+    @classmethod
+    def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        width = embedding_width(None if found is None else dict(found), config.model)
+        about = "the state of each token, special tokens included; tokens by numbers"
+        return Ports((port("text", "text"),), (port("features", f"float32[T, {width}]", about=about),))
+
+    def warm_up(self) -> None:
+        self.run(Batch({"text": ["warm-up"]}))
+
+    def run(self, batch: Batch) -> Outputs:
+        encoded = self._encoded(batch["text"])
+        lengths = encoded["attention_mask"].sum(dim=1).tolist()
+        rows = [row for output in self._calls(encoded) for row in output[0].float().cpu().numpy()]
+        return {"features": [row[:length] for row, length in zip(rows, lengths, strict=True)]}
 
 
 AGGREGATIONS = ("none", "simple", "first", "average", "max")

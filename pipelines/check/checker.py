@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weftline.errors import ModelError, Problem
-from weftline.nodes.catalog import CATALOG, dotted, resolve
+from weftline.nodes.catalog import CATALOG, resolve, with_engine
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports, PortType
 from weftline.pipelines.check.behaviour import check_behaviour, check_fallbacks
@@ -120,8 +120,9 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
     path, base_dir = f"steps.{step.name}", step.base_dir or checked.pipeline.base_dir
     if step.pipeline:  # could not be expanded, which is reported
         return None
+    reference = with_engine(step.node, step.options, catalog)
     try:
-        node = resolve(step.node, base_dir, catalog)
+        node = resolve(reference, base_dir, catalog)
     except ConfigError as error:
         report.add(f"{path}.{error.option}", error.found, error.expected, error.fix)
         return None
@@ -133,7 +134,7 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
             if ports:
                 on_device, wrong = _device_ports(node, config, ports, path)
                 report.take(wrong)
-                return CheckedStep(step, node, dotted(step.node, catalog), config, ports, on_device)
+                return CheckedStep(step, node, reference, config, ports, on_device)
         if attempt == 1:  # problems of the second attempt only follow from omitted options
             report.take(one for one in problems if not report.holds(one.path))
         # Without the invalid options its ports may still be known, so that its wires are checked.

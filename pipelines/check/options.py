@@ -59,7 +59,7 @@ def read_options(node: type[Node], options: Mapping[str, Any], path: str) -> tup
         problems = from_validation(
             error, {"config": options}, "", lambda loc: own if len(loc) < 2 else _known(model, loc[1:])
         )
-        return None, [_moved(one, path) for one in problems]
+        return None, [_of_other_engine(_moved(one, path), node, path) for one in problems]
 
 
 def to_config(node: type[Node], options: Mapping[str, Any]) -> Any:
@@ -180,6 +180,18 @@ def _inside(schema: Mapping[str, Any], part: str | int) -> list[Any]:
         prefix = schema.get("prefixItems", [])
         return [prefix[part] if part < len(prefix) else schema.get("items")]
     return [schema.get("properties", {}).get(part, schema.get("additionalProperties"))]
+
+
+def _of_other_engine(problem: Problem, node: type[Node], path: str) -> Problem:
+    """Explain an unknown key that is an option of another engine of the node."""
+    from weftline.pipelines.check.problems import UNKNOWN_KEY
+
+    name = problem.path.removeprefix(path).removeprefix(".")
+    if name not in node.other_options or problem.found != UNKNOWN_KEY:
+        return problem
+    engine = node.other_options[name]
+    found, fix = f"is an option of `{engine}` only", f"remove it, or set `{engine}`"
+    return dataclasses.replace(problem, found=found, expected="", fix=fix)
 
 
 def _moved(problem: Problem, path: str) -> Problem:

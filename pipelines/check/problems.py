@@ -46,6 +46,7 @@ _EXPECTED = {
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
 }
+UNKNOWN_KEY = "unknown key"
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NO_VALUE = ("missing", "missing_argument", "missing_keyword_only_argument")
 _SWITCHES = ("yes", "no", "on", "off")  # booleans in YAML 1.1, text in 1.2
@@ -128,7 +129,7 @@ def _problem(one: dict[str, Any], loc: tuple[str | int, ...], value: Any, prefix
     if kind in _UNKNOWN:
         names = list(known(loc[:-1]))
         return Problem(
-            path, "unknown key", f"one of {listed(names)}" if names else "no keys", did_you_mean(str(loc[-1]), names)
+            path, UNKNOWN_KEY, f"one of {listed(names)}" if names else "no keys", did_you_mean(str(loc[-1]), names)
         )
     if kind in _NO_VALUE:
         return Problem(path, "missing", fix=f"add `{loc[-1]}:`")

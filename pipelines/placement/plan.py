@@ -66,6 +66,7 @@ class PlannedStep:
     device_bytes: device memory of one instance, stated or measured; 0: not known.
     idle:       when it releases its device's memory; None: never.
     fills_memory: its node can use the remainder of a GPU when it opens.
+    variables:  further environment variables that its processes inherit.
     """
 
     name: str
@@ -102,6 +103,7 @@ class PlannedStep:
     idle: IdlePolicy | None = None
     finite: bool = False
     fills_memory: bool = False
+    variables: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

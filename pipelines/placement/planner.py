@@ -210,6 +210,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         device_bytes=step.device_bytes or 0,
         idle=step.idle,
         fills_memory=issubclass(node, StreamNode) and node.fills_memory,
+        variables=tuple(node.variables(one.config)),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weftline.nodes.catalog import CATALOG, FAKES, resolve
+from weftline.nodes.catalog import CATALOG, FAKES, engines_of, resolve
 from weftline.nodes.contract import BatchNode, Node, StepContext, StreamNode
 from weftline.nodes.control import Control
 from weftline.nodes.ports import KINDS, Port, Ports
@@ -96,6 +96,8 @@ def yaml_reference() -> str:
     listed = {name: path for name, path in CATALOG.items() if name not in FAKES}
     for name, node in catalog_nodes(listed).items():
         parts += [f"### `{name}`\n", _node(name, node)]
+        for engine, path in engines_of(name).items():
+            parts += [f"### `{name}` with `engine: {engine}`\n", _node(name, resolve(path, Path()))]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -168,12 +170,12 @@ def _cell(text: str) -> str:
 NODES_PAGE = Path("docs/reference/nodes.md")
 
 MADE_UP: Mapping[str, Mapping[str, Any]] = {
-    "whisper": {"model": "base.en"},
-    "yolo": {"model": "yolo11n.pt", "trust_pickle": True},
+    "whisper": {"model": "base.en", "timestamps": "word"},
     "classify": {"model": "organisation/model"},
     "embed": {"model": "organisation/model"},
     "rerank": {"model": "organisation/model"},
     "llm": {"model": "organisation/model"},
+    "llm with engine: openai": {"model": "m", "url": "https://host/v1", "server": "vllm"},
 }
 """Options that a node's ports depend on; nothing is opened with them."""
 
@@ -187,7 +189,8 @@ PORTS_FROM: Mapping[str, str] = {
     "torch": "Its inputs are the keys of `accepts` and its outputs those of `gives`, with the types written there.",
     "onnx": "Its inputs and outputs are those of the graph in the file; a free first dimension is the batch and no "
     "part of the type. Letters that a port name cannot hold become `_`.",
-    "transformers": "Its inputs and outputs are those of its task; see [models of transformers](../models.md).",
+    "transformers": "Its inputs and outputs are those of its task; see [models](../models.md#models-of-transformers).",
+    "yolo": "Its input is `image`, a picture; its outputs are those of its task; see [models](../models.md#yolo).",
     "template": "Its inputs are whatever the template names, wired without being listed; each takes any type. Its one "
     "output is `text` (text), the rendered text.",
     "first": "Its inputs are whatever is wired, under any names; its one output is `value`, of the type that fits them "
@@ -207,9 +210,10 @@ LICENCES: Mapping[str, str] = {
     "instead and needs `weftline[onnx]` only.",
     "embed": "Runs on transformers (Apache-2.0) and torch.",
     "rerank": "Runs on transformers (Apache-2.0) and torch.",
-    "transformers": "Runs on transformers (Apache-2.0), torch and torchvision (BSD-3-Clause).",
+    "transformers": "Runs on transformers (Apache-2.0), torch, torchvision and scipy (BSD-3-Clause).",
     "guardrail": "Rules need nothing. A `classifier` needs what the same model needs in a `classify` step.",
     "llm": "Runs on transformers (Apache-2.0) and torch.",
+    "llm with engine: openai": "Runs on httpx2 (BSD-3-Clause); the server has the model.",
 }
 """Package that runs the node, and its licence; other nodes need Weftline only."""
 
@@ -233,7 +237,10 @@ def node_reference() -> str:
     heads = ["| node | extra | what it does |", "|---|---|---|"]
     rows = [f"| [`{name}`](#{name}) | {_extra(node)} | {summary(node)} |" for name, node in nodes.items()]
     parts = [_NODES_INTRO + "\n".join([*heads, *rows])]
-    parts += [_section(name, node) for name, node in nodes.items()]
+    for name, node in nodes.items():
+        parts.append(_section(name, node, CATALOG[name]))
+        for engine, path in engines_of(name).items():
+            parts.append(_section(f"{name} with engine: {engine}", resolve(path, Path()), path))
     return "\n\n".join(parts) + "\n"
 
 
@@ -241,10 +248,10 @@ def _extra(node: type[Node]) -> str:
     return f"`weftline[{node.extra}]`" if node.extra else "none"
 
 
-def _section(name: str, node: type[Node]) -> str:
+def _section(name: str, node: type[Node], path: str) -> str:
     options = node_options(node)
     written = table(options, options.get("$defs", {})) if options.get("properties") else "It has no options."
-    traits = [f"`{CATALOG[name]}`", f"extra: {_extra(node)}", *_traits(node)]
+    traits = [f"`{path}`", f"extra: {_extra(node)}", *_traits(node)]
     parts = [f"## {name}", summary(node), "; ".join(traits) + "."]
     parts += [LICENCES[name]] if name in LICENCES else []
     parts += [PORTS_FROM[name] if name in PORTS_FROM else _ports(name, node), written.rstrip()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from weftline.nodes.catalog import CATALOG
+from weftline.nodes.catalog import CATALOG, engines_of
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.placement.budget import budget_lines
 from weftline.pipelines.placement.gpu_assignment import work_rows
@@ -100,7 +100,9 @@ def explain_mermaid(plan: Plan) -> str:
 
 def node_name(step: PlannedStep) -> str:
     """Return the step's node as a pipeline file names it: the short name of a built-in one."""
-    return step.control or next((short for short, path in CATALOG.items() if path == step.node), step.node)
+    names = {path: name for name, path in CATALOG.items()}
+    names |= {path: f"{name} ({engine})" for name in CATALOG for engine, path in engines_of(name).items()}
+    return step.control or names.get(step.node, step.node)
 
 
 def subtitle(step: PlannedStep, batch: bool = False) -> str:

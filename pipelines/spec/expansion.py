@@ -21,7 +21,7 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 
-from weftline.nodes.catalog import CATALOG, dotted
+from weftline.nodes.catalog import CATALOG, dotted, with_engine
 from weftline.nodes.template import SEPARATOR
 from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
@@ -156,7 +156,8 @@ def _prompted(
             found, fix = f"shows {pictures}, and inputs.images is wired beside it", "show {{ images }} there too"
             report.add(f"{path}.prompt", found, "pictures from one of the two", fix)
         origins[f"steps.{name}"] = Origin(f"{path}.prompt")
-        options = {**_fixed(text), **options}
+        own_engine = with_engine(step.node, step.options, catalog) == dotted(step.node, catalog)
+        options = {**(_fixed(text) if own_engine else {}), **options}
         inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
         listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
         rest = tuple(port for port in step.map if port not in own)

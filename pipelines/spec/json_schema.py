@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weftline.nodes.catalog import CATALOG, resolve
+from weftline.nodes.catalog import CATALOG, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node
 from weftline.pipelines.check.options import options_schema
 from weftline.pipelines.render.field_docs import field_docs, summary
@@ -35,7 +35,7 @@ def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
     nodes = catalog_nodes(catalog)
     step["properties"]["node"]["anyOf"] = [{"enum": list(nodes)}, {"type": "string", "pattern": ":"}]
     step["oneOf"] = [{"required": ["node"]}, {"required": ["pipeline"]}]
-    step["allOf"] = [_of_pipelines(), *(_branch(name, node, step, defs) for name, node in nodes.items())]
+    step["allOf"] = [_of_pipelines(), *(_branch(name, node, step, defs, catalog) for name, node in nodes.items())]
     return {"$schema": _DIALECT, "title": "Weftline pipeline", **schema}
 
 
@@ -76,12 +76,15 @@ def _of_pipelines() -> dict[str, Any]:
     return {"if": {"required": ["pipeline"]}, "then": then}
 
 
-def _branch(name: str, node: type[Node], step: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+def _branch(
+    name: str, node: type[Node], step: dict[str, Any], defs: dict[str, Any], catalog: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the rule 'if the node is this one, then its options are these and no others'."""
     options = node_options(node)
-    for inner, definition in options.pop("$defs", {}).items():
-        defs[f"{name}.{inner}"] = _renamed(definition, name)
-    own = {key: _renamed(value, name) for key, value in options.get("properties", {}).items()}
+    own: dict[str, Any] = {}
+    for path in reversed(engines_of(name, catalog).values()):  # options of any engine; `check` sorts them
+        own |= _take_definitions(name, node_options(resolve(path, Path(), catalog)), defs)
+    own |= _take_definitions(name, options, defs)
     if name in _TEMPLATED:
         own[_TEMPLATED[name]] = {
             "type": "string",
@@ -94,6 +97,13 @@ def _branch(name: str, node: type[Node], step: dict[str, Any], defs: dict[str, A
     if about := summary(node):
         then["description"] = about
     return {"if": {"properties": {"node": {"const": name}}, "required": ["node"]}, "then": then}
+
+
+def _take_definitions(name: str, options: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """Return the properties of `options`; their definitions move to `defs`, under names of the node."""
+    for inner, definition in options.pop("$defs", {}).items():
+        defs[f"{name}.{inner}"] = _renamed(definition, name)
+    return {key: _renamed(value, name) for key, value in options.get("properties", {}).items()}
 
 
 def _renamed(schema: Any, prefix: str) -> Any:

@@ -209,6 +209,16 @@ def save_maskformer(folder: Path, **options: Any) -> Path:
     return save(transformers.MaskFormerForInstanceSegmentation(config), folder, processor)
 
 
+def save_vitpose(folder: Path, *points: str, simple: bool = True, experts: int = 1) -> Path:
+    backbone = transformers.VitPoseBackboneConfig(
+        image_size=[32, 24], patch_size=[8, 8], hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        mlp_ratio=2, out_indices=[2], num_experts=experts, part_features=8 if experts > 1 else 0,
+    )  # fmt: skip
+    config = transformers.VitPoseConfig(backbone_config=backbone, use_simple_decoder=simple, **names(*points))
+    processor = transformers.VitPoseImageProcessor(size={"height": 32, "width": 24})
+    return save(transformers.VitPoseForPoseEstimation(config), folder, processor)
+
+
 def save_clip(folder: Path) -> Path:
     shared = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.CLIPConfig(

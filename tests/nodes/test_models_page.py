@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.llm import tiny
+from tests.engine.llm.packed_checkpoints import AWQ, GPTQ, write_packed
 from tests.engine.llm.vision import tiny_vision
 from tests.nodes import random_models
 from tests.nodes.random_models import names
+from tests.nodes.yolo_models import SUFFIXES, save_yolo
 from weftline import load
+from weftline.engine.llm.node import Llm
 from weftline.engine.llm.vision.families import FAMILIES
-from weftline.nodes.contract import Batch, OpenContext, StepContext
+from weftline.nodes.contract import Batch, Node, OpenContext, StepContext
 from weftline.nodes.transformers_tasks.node import TASKS, Transformers
+from weftline.nodes.yolo import Yolo
+from weftline.nodes.yolo_tasks import TASKS as YOLO_TASKS
 from weftline.pipelines.check.options import to_config
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
@@ -26,6 +32,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
 ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in PAGE.splitlines() if line[:3] == "| `"]
 MODELS: dict[str, Callable[[Path], Path]] = {
     "vit": lambda folder: random_models.save_vit(folder, **names("red", "blue")),
+    "sentiment": lambda folder: random_models.save_bert(
+        "BertForSequenceClassification", folder, **names("good", "bad")
+    ),
+    "bert": lambda folder: random_models.save_bert("BertModel", folder),
     "ner": lambda folder: random_models.save_bert("BertForTokenClassification", folder, **names("O", "B-PER", "I-PER")),
     "squad": lambda folder: random_models.save_bert("BertForQuestionAnswering", folder),
     "nli": lambda folder: random_models.save_bert(
@@ -38,16 +48,56 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "ctc": lambda folder: random_models.save_wav2vec2("Wav2Vec2ForCTC", folder, "layer"),
     "segformer": lambda folder: random_models.save_segformer(folder, **names("sky", "sea")),
     "mask2former": lambda folder: random_models.save_mask2former(folder, **names("cat", "dog")),
+    "vitpose": lambda folder: random_models.save_vitpose(folder, "nose", "left", "right"),
     "t5": random_models.save_t5,
     "vits": random_models.save_vits,
+    "yolo": lambda folder: save_yolo(folder, "detect"),
+    **{
+        f"yolo{suffix[1:]}": lambda folder, task=task: save_yolo(folder, task)  # type: ignore[misc]
+        for task, suffix in SUFFIXES.items()
+        if suffix
+    },
 }
-LINES = [line for line in PAGE.splitlines() if line[:2] == "| " and "node: llm" in line]
-FAMILY_ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in LINES]
-INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text"}
+NODES: dict[str, Any] = {"transformers": Transformers, "yolo": Yolo}
+INPUTS = {"sound": "audio", "photo": "image", "words": "text", "page": "text", "people": "detections"}
+
+
+def node_of(row: tuple[str, ...]) -> str:
+    return re.findall(r"node: (\w+)", row[2])[0]
+
+
+LLM_ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "node: llm" in line]
+FAMILY_LINES = [line for line in LLM_ROWS if "photo" in line]
+FAMILY_ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in FAMILY_LINES]
+LANGUAGE_ROWS = [line for line in LLM_ROWS if "photo" not in line]
+
+
+def save_packed(folder: Path, settings: dict[str, Any]) -> None:
+    write_packed(folder, settings, whole=tiny.model_of_words("llama"))
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def save_gguf(folder: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from tests.engine.llm.gguf_files import make, write_gguf
+
+    folder.parent.mkdir(parents=True)
+    write_gguf(folder, make("qwen3"))
+
+
+LANGUAGE_MODELS: dict[str, Callable[[Path], Any]] = {
+    "chat": tiny.save,
+    "chat-awq": lambda folder: save_packed(folder, AWQ),
+    "chat-gptq": lambda folder: save_packed(folder, GPTQ),
+    "chat.gguf": save_gguf,
+}
 
 
 def test_the_page_has_a_row_for_every_task() -> None:
-    assert list(dict.fromkeys(row[0].strip("`") for row in ROWS)) == list(TASKS)
+    for node, tasks in (("transformers", TASKS), ("yolo", YOLO_TASKS)):
+        rows = [row for row in ROWS if node_of(row) == node]
+        assert list(dict.fromkeys(row[0].strip("`") for row in rows)) == list(tasks)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[2].partition(":")[0].strip("`") + "-" + row[0].strip("`"))
@@ -65,8 +115,9 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
     graph = load_file(tmp_path / "p.yaml")
     make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
     (only,) = graph.steps
-    config = to_config(Transformers, only.options)
-    ports = Transformers.ports(config, StepContext(tmp_path))
+    kind = NODES[node_of(row)]
+    config = to_config(kind, only.options)
+    ports = kind.ports(config, StepContext(tmp_path, tuple(only.inputs)))
     assert config.task == task.strip("`")
     assert {port.name: str(port.type) for port in ports.outputs} == named
     values: dict[str, Any] = {
@@ -75,9 +126,12 @@ def test_the_step_of_a_row_is_checked_and_runs(tmp_path: Path, row: tuple[str, .
         "audio": np.zeros(9000, np.float32),
     }
     batch = Batch({port.name: [values[str(port.type)]] for port in ports.inputs if not port.optional})
-    for precision in ("float32", "bfloat16"):
-        node = Transformers(replace(config, precision=precision))
-        node.open(OpenContext(tmp_path))
+    configs = [config]
+    if kind is Transformers:
+        configs.append(replace(config, precision="bfloat16"))
+    for one in configs:
+        node: Node = kind(one)
+        node.open(OpenContext(tmp_path, cache_dir=tmp_path / "cache"))
         found = node.run(batch)
         assert set(found) == set(named) and all(len(values) == 1 for values in found.values())
         answers = [found[port][0] for port in named if named[port] == "json"]
@@ -109,3 +163,27 @@ def test_the_step_of_a_family_is_checked_and_runs(tmp_path: Path, row: tuple[str
     assert type(made.reference).__name__ == architecture.split("`")[1]
     assert set(found) == {f"out_{port}" for port in named}
     assert found["out_usage"]["prompt_tokens"] > 10
+
+
+def test_the_page_has_a_row_for_every_kind_of_weights() -> None:
+    assert [re.findall(r"model: models/([\w.-]+)", row)[0] for row in LANGUAGE_ROWS] == list(LANGUAGE_MODELS)
+
+
+@pytest.mark.parametrize("row", LANGUAGE_ROWS, ids=lambda row: re.findall(r"model: models/([\w.-]+)", row)[0])
+def test_the_step_of_a_language_model_is_checked_and_runs(tmp_path: Path, row: str) -> None:
+    step = row.strip("| ").split(" | ")[2].strip("`")
+    (model,) = re.findall(r"model: models/([\w.-]+)", step)
+    LANGUAGE_MODELS[model](tmp_path / "models" / model)
+    (tmp_path / "p.yaml").write_text(
+        f"weftline: 1\nname: p\ninputs: {{words: text}}\noutputs: {{out: answer.text}}\nsteps: {{{step}}}\n"
+    )
+    graph = load_file(tmp_path / "p.yaml")
+    make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
+    node = Llm(replace(to_config(Llm, graph.steps[0].options), kv_bytes=4 << 20))
+    node.open(OpenContext(tmp_path))
+    node.submit(0, {"prompt": "the user asks", "sampling": {"tokens_max": 4, "ignore_eos": True}})
+    pieces = []
+    while node.busy:
+        pieces += node.round()
+    node.close()
+    assert pieces[-1].error is None and pieces[-1].outputs["usage"]["completion_tokens"] == 4

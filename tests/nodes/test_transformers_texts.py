@@ -17,6 +17,66 @@ from weftline.nodes.transformers_tasks import texts
 SENTENCES = [
     "Anna lives in Paris.", "good", "badly under this day is bad keys unders Anna Paris", "Anna Anna  in\nParis?", "",
 ]  # fmt: skip
+LABELS = names("good", "bad", "neither")
+
+
+@pytest.mark.parametrize("kind", [None, "multi_label_classification", "regression"])
+def test_labels_of_texts_have_the_pipelines_scores(tmp_path: Path, kind: str | None) -> None:
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", problem_type=kind, **LABELS)
+    node = opened(tmp_path, "text-classification")
+    own = pipeline(tmp_path, "text-classification")
+    whole = node.run(Batch({"text": SENTENCES}))
+    for place, sentence in enumerate(SENTENCES):
+        wanted = own(sentence, top_k=None)
+        if kind == "regression":
+            wanted.sort(key=lambda one: list(LABELS["label2id"]).index(one["label"]))
+            assert set(whole) == {"scores"}
+        else:
+            assert whole["label"][place] == wanted[0]["label"]
+        for found in (whole["scores"][place], node.run(Batch({"text": [sentence]}))["scores"][0]):
+            assert_same_scores(found, wanted)
+
+
+def test_a_regression_of_one_value_has_its_score(tmp_path: Path) -> None:
+    random_models.save_bert(
+        "BertForSequenceClassification", tmp_path / "m", problem_type="regression", **names("stars")
+    )
+    (found,) = opened(tmp_path, "text-classification").run(Batch({"text": ["good day"]}))["scores"]
+    assert_same_scores(found, pipeline(tmp_path, "text-classification")(["good day"]))
+    assert refused(tmp_path, "text-classification", top_k=1).option == "top_k"
+
+
+def test_a_model_with_one_label_and_no_regression_is_refused(tmp_path: Path) -> None:
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", **names("LABEL_0"))
+    error = refused(tmp_path, "text-classification")
+    assert "has one label" in error.found and "use node rerank" in error.fix
+
+
+def test_the_likeliest_labels_are_as_many_as_top_k(tmp_path: Path) -> None:
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", **LABELS)
+    found = opened(tmp_path, "text-classification", top_k=2).run(Batch({"text": SENTENCES[:2]}))["scores"]
+    assert [len(one) for one in found] == [2, 2]
+    assert refused(tmp_path, "text-classification", top_k=0).option == "top_k"
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForMaskedLM"])
+def test_features_are_those_of_the_pipeline(tmp_path: Path, kind: str) -> None:
+    random_models.save_bert(kind, tmp_path / "m")
+    node = opened(tmp_path, "feature-extraction")
+    own = transformers.pipeline(
+        "feature-extraction",
+        model=transformers.AutoModel.from_pretrained(tmp_path / "m"),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(tmp_path / "m"),
+        device="cpu",
+    )
+    whole = node.run(Batch({"text": SENTENCES}))["features"]
+    for place, sentence in enumerate(SENTENCES):
+        wanted = np.array(own(sentence)[0], np.float32)
+        for found in (whole[place], node.run(Batch({"text": [sentence]}))["features"][0]):
+            assert found.dtype == np.float32 and found.shape == wanted.shape == (len(wanted), 16)
+            np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
 ENTITIES = names("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 
 

@@ -2,7 +2,6 @@ import json
 import socket
 import time
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,10 @@ from tests.nodes.device_values import DEVICE, Bench, moves_of_modules
 from tests.nodes.model_files import Harm, broken
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
-from weftline.nodes.whisper import Whisper, WhisperConfig, log_mels, split_windows
-from weftline.nodes.whisper_file import halve
+from weftline.nodes.voice_activity import speech_regions
+from weftline.nodes.whisper import Whisper, WhisperConfig
+from weftline.nodes.whisper_decoding import log_mels
+from weftline.nodes.whisper_file import LANGUAGES, halve
 
 DIMS = ModelDimensions(
     n_mels=80, n_audio_ctx=50, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
@@ -33,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("whisper")
     network = whisper.model.Whisper(DIMS)
+    with torch.no_grad():
+        network.decoder.positional_embedding.normal_()  # untrained, it is whatever lay in memory
     torch.save({"dims": asdict(DIMS), "model_state_dict": network.state_dict()}, folder / "model.pt")
     return folder
 
@@ -76,11 +79,11 @@ def test_spectrograms_of_a_batch_are_bit_for_bit_those_one_by_one(bands: int) ->
 def test_recordings_on_device_and_host_have_equal_results(
     folder: Path, node: Whisper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut_on_the_host(samples: np.ndarray, window: int) -> list[tuple[int, int]]:
-        assert isinstance(samples, np.ndarray) or len(samples) <= window
-        return split_windows(samples, window)
+    def found_on_the_host(samples: np.ndarray) -> list[tuple[int, int]]:
+        assert isinstance(samples, np.ndarray)
+        return speech_regions(samples)
 
-    monkeypatch.setattr("weftline.nodes.whisper.split_windows", cut_on_the_host)
+    monkeypatch.setattr("weftline.nodes.whisper.speech_regions", found_on_the_host)
     items = [tone(0.5), np.concatenate([tone(0.9), np.zeros(1600, np.float32), tone(0.9, 700)]), tone(0.1, 90)]
     there, bench = Whisper(WhisperConfig("model.pt")), Bench()
     there.open(OpenContext(folder, DEVICE, items_max=4))
@@ -92,6 +95,12 @@ def test_recordings_on_device_and_host_have_equal_results(
     assert there.sleep("host") and not there.sleep("nothing")
     there.wake()
     assert there.run(Batch({"audio": near})) == wanted
+    timed = []
+    for device in ("cpu", DEVICE):
+        timer = Whisper(WhisperConfig("model.pt", timestamps="word"))
+        timer.open(OpenContext(folder, device, items_max=4))
+        timed.append(timer.run(Batch({"audio": items if device == "cpu" else near})))
+    assert timed[0] == timed[1] and "words" in timed[0]["segments"][1][0]
     assert Whisper.device_ports(there.config, Whisper.ports(there.config, StepContext(folder))) == {"audio"}
 
 
@@ -125,23 +134,10 @@ def test_a_recording_longer_than_the_model_hears_is_cut_and_joined(folder: Path,
     samples = np.concatenate([tone(0.9), np.zeros(1600, np.float32), tone(0.9, 700), tone(0.5, 90)])
     answer = node.run(Batch({"audio": [samples]}))
     segments = answer["segments"][0]
-    assert (
-        len(segments) >= 3 and segments[0]["start_s"] == 0 and segments[-1]["end_s"] == round(len(samples) / SECOND, 3)
-    )
-    first = samples[: round(segments[0]["end_s"] * SECOND)]
+    assert len(segments) >= 3 and segments[0]["start"] == 0 and segments[-1]["end"] == len(samples) / SECOND
+    first = samples[: round(segments[0]["end"] * SECOND)]
     assert segments[0]["text"] == reference(folder, first)
     assert answer["text"][0] == " ".join(segment["text"] for segment in segments if segment["text"])
-
-
-def test_cuts_fall_into_silence_and_leave_nothing_out() -> None:
-    samples = np.ones(100_000, np.float32)
-    samples[14_000:15_000] = 0
-    pieces = split_windows(samples, 16_000)
-    assert 14_000 <= pieces[0][1] <= 15_000
-    assert pieces[0][0] == 0 and pieces[-1][1] == 100_000
-    assert all(end == start for (_, end), (start, _) in pairwise(pieces))
-    assert all(0 < end - start <= 16_000 for start, end in pieces)
-    assert split_windows(samples[:5], 16_000) == [(0, 5)]
 
 
 def test_a_folder_with_model_pt_is_a_model(folder: Path) -> None:
@@ -152,11 +148,19 @@ def test_a_folder_with_model_pt_is_a_model(folder: Path) -> None:
 
 def test_ports_are_known_without_the_model_and_wrong_options_are_named(folder: Path) -> None:
     ports = Whisper.ports(WhisperConfig("base.en"), StepContext(folder))
-    assert [str(port.type) for port in (*ports.inputs, *ports.outputs)] == ["audio", "text", "text", "json"]
+    assert [port.name for port in ports.inputs] == ["audio", "language", "task"]
+    assert [(port.name, port.optional) for port in ports.inputs][1:] == [("language", True), ("task", True)]
+    assert [str(port.type) for port in ports.outputs] == ["text", "text", "json"]
+    timed = Whisper.ports(WhisperConfig("base.en", timestamps="segment"), StepContext(folder))
+    assert [f"{port.name}: {port.type}" for port in timed.outputs[3:]] == ["srt: text", "vtt: text"]
     for config, option in (
         (WhisperConfig("absent.pt"), "model"),
         (WhisperConfig("tiny", task="sing"), "task"),
         (WhisperConfig("tiny", beams=0), "beams"),
+        (WhisperConfig("tiny", timestamps="letter"), "timestamps"),
+        (WhisperConfig("tiny", language="klingon"), "language"),
+        (WhisperConfig("tiny.en", language="de"), "language"),
+        (WhisperConfig("tiny.en", task="translate"), "task"),
         (WhisperConfig("model.pt", tokens_max=0), "tokens_max"),
         (WhisperConfig("base.en", tokens_max=225), "tokens_max"),
     ):
@@ -250,9 +254,23 @@ def test_other_checkpoints_are_no_whisper(tmp_path: Path) -> None:
             Whisper(WhisperConfig("model.pt")).open(OpenContext(tmp_path))
 
 
-def test_a_language_that_is_none_is_a_model_error(folder: Path) -> None:
-    with pytest.raises(ModelError, match="klingon"):
-        Whisper(WhisperConfig("model.pt", language="klingon")).open(OpenContext(folder))
+@pytest.mark.parametrize("options", [{"language": "de"}, {"task": "translate"}])
+def test_an_english_model_in_a_file_refuses_other_languages_at_open(folder: Path, options: dict[str, str]) -> None:
+    config = WhisperConfig("model.pt", **options)
+    assert Whisper.ports(config, StepContext(folder))  # not known before
+    with pytest.raises(ModelError, match=rf"{next(iter(options))}: .*, but model\.pt is English-only"):
+        Whisper(config).open(OpenContext(folder))
+
+
+def test_an_english_model_accepts_english_only(node: Whisper) -> None:
+    wishes = {"language": ["en", "auto", "de", "en"], "task": [None, "transcribe", None, "translate"]}
+    answers = node.run(Batch({"audio": [tone(0.3)] * 4, **wishes}))
+    assert answers["language"][:2] == ["en", "en"]
+    assert all("English-only" in str(error) for error in answers["text"][2:])
+
+
+def test_the_languages_are_those_of_openai_whisper() -> None:
+    assert tuple(whisper.tokenizer.LANGUAGES) == LANGUAGES
 
 
 def converted(folder: Path, **keys: object) -> torch.nn.Module:
@@ -286,6 +304,39 @@ def test_hugging_faces_form_of_a_model_gives_the_same_states_and_logits(tmp_path
         torch.testing.assert_close(states, found.encoder_last_hidden_state, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(node._model.decoder(ids, states), found.logits, atol=1e-5, rtol=1e-5)
     assert isinstance(node.run(Batch({"audio": [tone(0.5)]}))["text"][0], str)
+
+
+def with_heads(folder: Path, heads: object) -> None:
+    known = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**known, "alignment_heads": heads}))
+
+
+def test_alignment_heads_of_hugging_faces_form_are_used(tmp_path: Path) -> None:
+    converted(tmp_path / "m")
+    found = []
+    for heads in (None, [[0, 1]], [[1, 0], [0, 0]]):
+        with_heads(tmp_path / "m", heads)
+        node = Whisper(WhisperConfig("m", timestamps="word", timestamp_tokens=False))
+        node.open(OpenContext(tmp_path))
+        found.append(node._model.alignment_heads.to_dense().int().tolist())
+        [[segment]] = node.run(Batch({"audio": [tone(0.9)]}))["segments"]
+        assert segment["words"] and segment["words"][-1]["end"] <= 0.9
+    assert found == [[[0, 0], [1, 1]], [[0, 1], [0, 0]], [[1, 0], [1, 0]]]  # the first is openai-whisper's default
+
+
+@pytest.mark.parametrize("heads", [[], "all", [[0]], [[0, 2]], [[2, 0]], [[0, -1]], [[True, 0]], [[0.0, 0]]])
+def test_alignment_heads_that_are_none_are_refused_when_checked(tmp_path: Path, heads: object) -> None:
+    converted(tmp_path / "m")
+    with_heads(tmp_path / "m", heads)
+    with pytest.raises(ConfigError, match=r"alignment_heads in m/generation_config\.json") as caught:
+        Whisper.ports(WhisperConfig("m"), StepContext(tmp_path))
+    assert caught.value.option == "model"
+
+
+def test_a_folder_of_an_english_model_refuses_other_languages_when_checked(tmp_path: Path) -> None:
+    converted(tmp_path / "m")
+    with pytest.raises(ConfigError, match="de, but m is English-only"):
+        Whisper.ports(WhisperConfig("m", language="de"), StepContext(tmp_path))
 
 
 @pytest.mark.parametrize(

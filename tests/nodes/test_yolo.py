@@ -15,7 +15,7 @@ from tests.nodes.model_files import Harm, broken
 from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.detections import Detections
-from weftline.nodes.yolo import Yolo, YoloConfig, fit, letterbox, letterbox_torch
+from weftline.nodes.yolo import Yolo, YoloConfig
 from weftline.nodes.yolo_file import quiet_ultralytics
 
 ARCHITECTURE = {
@@ -121,25 +121,6 @@ def test_options_of_the_step_go_before_those_of_the_model(folder: Path) -> None:
     assert count(iou=0.01) < count(iou=0.99)
 
 
-def test_letterbox_is_ultralytics_own(folder: Path) -> None:
-    from ultralytics.data.augment import LetterBox
-
-    for image in [*pictures(), np.random.default_rng(1).integers(0, 255, (1, 300, 3), dtype=np.uint8)]:
-        out = np.empty((96, 96, 3), np.uint8)
-        letterbox(image, 96, out)
-        np.testing.assert_array_equal(out, LetterBox(new_shape=(96, 96), auto=False)(image=image))
-
-
-def test_letterbox_on_the_device_differs_by_one_level_at_most() -> None:
-    photo = np.asarray(Image.open(EXAMPLES / "data" / "photo.png").convert("RGB"))
-    for image in [*pictures(), photo, np.random.default_rng(1).integers(0, 255, (1, 300, 3), dtype=np.uint8)]:
-        host, there = np.empty((96, 96, 3), np.uint8), torch.empty(1, 3, 96, 96)
-        assert letterbox_torch(torch.tensor(image)[None], 96, there) == letterbox(image, 96, host)
-        levels = there[0].permute(1, 2, 0).numpy()
-        assert np.array_equal(levels, levels.round())
-        assert np.abs(levels - host).max() <= (0 if image.shape[:2] == (96, 96) else 1)
-
-
 def compare(host: Detections, there: Detections) -> None:
     assert len(host) == len(there) > 3 and host.names == there.names and host.labels == there.labels
     np.testing.assert_allclose(there.boxes, host.boxes, atol=0.1)
@@ -180,12 +161,6 @@ def test_asleep_its_weights_are_in_host_memory_and_awake_where_they_were(
     assert moves == ["cpu", "cuda:1"]
 
 
-def test_boxes_come_back_to_where_they_were() -> None:
-    place = fit(60, 90, 96)
-    boxes = np.array([[0, place.top, 96, place.top + place.inner_height], [-50, -50, 500, 500]], np.float32)
-    np.testing.assert_allclose(place.to_picture(boxes), [[0, 0, 90, 60], [0, 0, 90, 60]], atol=1e-3)
-
-
 def test_a_pickle_is_refused_where_the_pipeline_is_checked_and_explained(tmp_path: Path) -> None:
     torch.save({"model": Harm(tmp_path / "ran")}, tmp_path / "yolo11n.pt")
     node = Yolo(YoloConfig("yolo11n.pt"))
@@ -195,6 +170,12 @@ def test_a_pickle_is_refused_where_the_pipeline_is_checked_and_explained(tmp_pat
     with pytest.raises(ModelError, match=r"(?s)pickle.*trust_pickle: true"):
         node.open(OpenContext(tmp_path, cache_dir=tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_trusted_pickle_is_not_loaded_where_the_pipeline_is_checked(tmp_path: Path) -> None:
+    torch.save({"model": Harm(tmp_path / "ran")}, tmp_path / "own.pt")
+    ports = Yolo.ports(YoloConfig("own.pt", trust_pickle=True), StepContext(tmp_path))
+    assert [port.name for port in ports.outputs] == ["detections"] and not (tmp_path / "ran").exists()
 
 
 def test_a_trusted_pickle_of_ultralytics_works(folder: Path) -> None:

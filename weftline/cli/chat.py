@@ -135,7 +135,8 @@ class Terminal(Completer):
         self._source, self._out, self._err = source, out, err
         self._console = Console(file=err, highlight=False, markup=False, emoji=False)
         self._prompt: PromptSession[str] | None = None
-        self._line_open = False
+        self._line_open = self._reasoning_open = False
+        self._dim = "" if os.environ.get("NO_COLOR") else "dim"
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
         typed = document.text_before_cursor
@@ -151,6 +152,18 @@ class Terminal(Completer):
         self._out.flush()
         self._line_open = not chunk.endswith("\n")
 
+    def write_reasoning(self, chunk: str) -> None:
+        """Write a chunk of reasoning to standard error, dim; nothing unless that is a terminal."""
+        if self.shows_notes:
+            self._console.print(Text(printable(chunk), self._dim), end="", soft_wrap=True)
+            self._reasoning_open = True
+
+    def end_reasoning(self) -> None:
+        """End the reasoning before an answer: the answer starts a line."""
+        if self._reasoning_open:
+            self._console.print()
+            self._reasoning_open = False
+
     def end_line(self) -> None:
         """End an answer: the next output starts a line."""
         if self._line_open:
@@ -158,8 +171,7 @@ class Terminal(Completer):
 
     def note(self, text: str) -> None:
         """Write to standard error: dim and wrapped on a terminal, plain elsewhere."""
-        style = "" if os.environ.get("NO_COLOR") else "dim"
-        self._console.print(Text(printable(text), style), soft_wrap=not self.shows_notes)
+        self._console.print(Text(printable(text), self._dim), soft_wrap=not self.shows_notes)
 
     def warn(self, text: str) -> None:
         """Write an error message to standard error."""
@@ -246,19 +258,25 @@ class Chat:
         try:
             with self._ask(**self._inputs(question)) as outputs:
                 for output in outputs:
+                    if not output.last:
+                        first_s = first_s or time.monotonic()
                     if output.output == "usage":
                         usage = output.value
+                    elif output.output == "reasoning":
+                        if not output.last:
+                            terminal.write_reasoning(output.value)
                     elif output.last:
                         whole = output.value
                     else:
-                        first_s = first_s or time.monotonic()
                         chunks.append(output.value)
+                        terminal.end_reasoning()
                         terminal.write(output.value)
         except KeyboardInterrupt:
             if not terminal.interactive:
                 raise
             return self._interrupted(question, "".join(chunks))
         ended_s = time.monotonic()
+        terminal.end_reasoning()
         if not chunks:
             terminal.write(whole)
         terminal.end_line()
@@ -276,6 +294,7 @@ class Chat:
 
     def _interrupted(self, question: str, answer: str) -> None:
         self._stopped += 1
+        self._terminal.end_reasoning()
         self._terminal.end_line()
         if answer:
             self._conversation.add(question, answer)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from weftline.errors import InputError, PipelineError
-from weftline.nodes.catalog import resolve
+from weftline.nodes.catalog import dotted, engines_of
 from weftline.pipelines.check.checked import CheckedStep
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.check.problems import did_you_mean
@@ -22,7 +21,7 @@ from weftline.pipelines.spec.wire import Wire
 INPUTS = {"messages": "json", "prompt": "text", "sampling": "json"}
 """Optional inputs of the step's own pipeline, by port."""
 
-OUTPUTS = ("text", "usage")
+OUTPUTS = ("text", "reasoning", "usage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +99,4 @@ def _chosen(steps: Mapping[str, CheckedStep], name: str) -> CheckedStep:
 def _generates(one: CheckedStep) -> bool:
     """Return True for an llm step with chat ports; one that embeds or classifies has none."""
     has_ports = all(one.ports.input(port) for port in INPUTS) and all(one.ports.output(port) for port in OUTPUTS)
-    return has_ports and issubclass(one.node, resolve("llm", Path()))
+    return has_ports and one.reference in (dotted("llm"), *engines_of("llm").values())

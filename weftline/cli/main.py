@@ -22,6 +22,7 @@ from weftline.cli.options import Verbose
 COMMANDS = {
     "check": ("weftline.cli.check:check", "List every problem of pipeline files."),
     "plan": ("weftline.cli.plan:plan", "Show which steps would run, and where."),
+    "fetch": ("weftline.cli.fetch:fetch", "Download the models that pipeline files name by URL."),
     "run": ("weftline.cli.run:run", "Run one request through a pipeline."),
     "chat": ("weftline.cli.chat:chat", "Chat with a pipeline's language model."),
     "bench": ("weftline.cli.bench:bench", "Measure a pipeline under load."),

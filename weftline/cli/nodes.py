@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from weftline.errors import ModelError
-from weftline.nodes.catalog import CATALOG, FAKES, dotted, resolve
+from weftline.nodes.catalog import CATALOG, FAKES, dotted, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports
 from weftline.pipelines.render.field_docs import field_docs, summary
@@ -83,6 +83,8 @@ def describe_node(reference: str, as_json: bool) -> str:
     else:
         lines += ["Inputs", *_port_lines(ports.inputs), "", "Outputs", *_port_lines(ports.outputs)]
     lines += ["", "Options", *(_option_lines(options_of(node)) or ["  none"])]
+    for engine, path in engines_of(reference).items() if reference in CATALOG else ():
+        lines += ["", f"Options with engine: {engine}", *_option_lines(options_of(resolve(path, Path())))]
     return "\n".join(lines)
 
 

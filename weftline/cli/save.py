@@ -1,23 +1,22 @@
-"""Output values as files: PNG, WAV, NPY, and pictures with detections drawn in."""
+"""Output values as files: PNG, WAV, NPY, and pictures with what was found in them: boxes, masks, keypoints."""
 
 from __future__ import annotations
 
 import json
 import wave
 from collections.abc import Iterator, Mapping
+from itertools import filterfalse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from weftline.cli.show import finite
 from weftline.errors import WeftlineError
 from weftline.nodes.detections import Detections
+from weftline.nodes.drawing import draw_label, draw_result, is_cover, is_drawable
 from weftline.nodes.ports import AUDIO_HZ, PortType
 from weftline.pipelines.placement.plan import Plan, PlannedOutput
-
-if TYPE_CHECKING:
-    from PIL import ImageDraw, ImageFont
 
 COLOURS = ((230, 60, 60), (40, 120, 230), (20, 150, 70), (230, 140, 0), (150, 70, 200), (0, 150, 160))
 """Frames, by class; dark enough for white letters on them."""
@@ -37,26 +36,33 @@ def make_folder(folder: Path) -> None:
 def save_outputs(plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any], folder: Path) -> dict[str, Path]:
     """Write what is no text or json into `folder`, and return the file of each output that has one.
 
-    Detections become json, and beside it NAME.png: the picture they were found in, with frames, where that picture is
-    an input of the pipeline. `inputs` holds the decoded inputs. Each element of a list has a file of its own,
-    NAME.0.png and so on, and is returned as NAME.0.
+    Detections become json. NAME.png beside it is the picture they were found in, with frames, where that picture is an
+    input of the pipeline; so it is for maps, masks, keypoints and oriented boxes. `inputs` holds the decoded inputs.
+    Each element of a list has a file of its own, NAME.0.png and so on, and is returned as NAME.0.
     """
     saved = {}
     for output in plan.outputs:
+        picture = picture_of(plan, output, inputs)
         for name, value, type in _values(output, outputs.get(output.name)):
             kind = _kind(type, value)
-            if kind not in SAVED_SUFFIXES:
+            drawn = picture is not None and _is_drawn(value, picture)
+            suffix = SAVED_SUFFIXES.get(kind, ".png" if drawn else "")
+            if not suffix:
                 continue
-            path = folder / f"{name}{SAVED_SUFFIXES[kind]}"
+            path = folder / f"{name}{suffix}"
             try:
-                _write(kind, value, path)
-                picture = picture_of(plan, output, inputs) if kind == "detections" else None
-                if picture is not None:
+                if kind in SAVED_SUFFIXES:
+                    _write(kind, value, path)
+                if picture is not None and drawn:
                     _write("image", annotated(picture, value), folder / f"{name}.png")
             except OSError as error:
                 raise WeftlineError(f"cannot write {path}: {error.strerror}") from None
             saved[name] = path
     return saved
+
+
+def _is_drawn(value: Any, picture: np.ndarray) -> bool:
+    return isinstance(value, Detections) or is_drawable(value, *picture.shape[:2])
 
 
 def element_name(name: str, place: int) -> str:
@@ -107,12 +113,32 @@ def picture_of(plan: Plan, output: PlannedOutput, inputs: Mapping[str, Any]) -> 
     return picture if isinstance(picture, np.ndarray) else None
 
 
-def annotated(picture: np.ndarray, found: Detections) -> np.ndarray:
-    """Return a copy of the picture, uint8[H, W, 3], with a frame and a label for each detection, surest on top."""
-    from PIL import Image, ImageDraw, ImageFont
+def annotated(picture: np.ndarray, *results: Any) -> np.ndarray:
+    """Return a copy of the picture, uint8[H, W, 3], with what was found in it drawn.
 
-    height, width = picture.shape[:2]
+    Detections have a frame and a label each, the surest on top. They lie above masks and maps, and below keypoints and
+    oriented boxes. Other results are not drawn.
+    """
+    from PIL import Image
+
     image = Image.fromarray(picture)
+    height, width = picture.shape[:2]
+    shapes = [one for one in results if is_drawable(one, height, width)]
+    for one in filter(is_cover, shapes):
+        image = draw_result(image, one, height, width, COLOURS)
+    for one in results:
+        if isinstance(one, Detections):
+            _frame(image, one)
+    for one in filterfalse(is_cover, shapes):
+        image = draw_result(image, one, height, width, COLOURS)
+    return np.asarray(image)
+
+
+def _frame(image: Any, found: Detections) -> None:
+    """Draw frames and labels into a PIL image."""
+    from PIL import ImageDraw, ImageFont
+
+    width, height = image.size
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(max(11, min(height, width) // 32))
     line = max(2, min(height, width) // 200)
@@ -123,22 +149,4 @@ def annotated(picture: np.ndarray, found: Detections) -> np.ndarray:
         colour = COLOURS[int(found.classes[index]) % len(COLOURS)]
         draw.rectangle((left, top, right, bottom), outline=colour, width=line)
         label = f"{found.labels[index]} {float(found.scores[index]):.2f}"
-        _label(draw, label, (left, top), colour, font, width)
-    return np.asarray(image)
-
-
-def _label(
-    draw: ImageDraw.ImageDraw,
-    text: str,
-    corner: tuple[float, float],
-    colour: tuple[int, int, int],
-    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
-    width: int,
-) -> None:
-    """Write `text` above a frame's upper left corner, moved inside the picture where it would leave it."""
-    _, _, text_wide, text_tall = draw.textbbox((0, 0), text, font=font)
-    wide, tall = text_wide + 4, text_tall + 4
-    left = max(0.0, min(corner[0], width - wide))
-    top = corner[1] - tall if corner[1] >= tall else corner[1]
-    draw.rectangle((left, top, left + wide, top + tall), fill=colour)
-    draw.text((left + 2, top + 2), text, fill=(255, 255, 255), font=font)
+        draw_label(draw, label, (left, top), colour, font, width)

@@ -141,7 +141,10 @@ def _code(reference: str, base_dir: Path) -> Iterator[tuple[str, Path]]:
 
 def _model(value: str, base_dir: Path) -> Iterator[tuple[str, Path]]:
     """Yield a file, or the files of a model folder; other folders may share a name with any text."""
-    path = find_model(value, base_dir)
+    try:
+        path = find_model(value, base_dir)
+    except ConfigError:  # a URL that names no fetched model
+        return
     if path is None:
         return
     if path.is_file():

@@ -25,6 +25,7 @@ from weftline.engine.jobs.rows import Unusable
 from weftline.errors import InputError
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.detections import Detections
+from weftline.nodes.drawing import draw_label, draw_result, is_drawable
 from weftline.nodes.image import decode_image
 from weftline.nodes.ports import AUDIO_HZ
 
@@ -64,8 +65,11 @@ def is_picture(array: np.ndarray) -> bool:
     return array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3 and min(array.shape[:2]) > 0
 
 
-def thumbnail(picture: np.ndarray, found: Detections | None = None) -> Picture:
-    """Return a picture, uint8[H, W, 3], with no side above SIDE_MAX; with frames for what was found in it."""
+def thumbnail(picture: np.ndarray, found: Any = None) -> Picture:
+    """Return a picture, uint8[H, W, 3], with no side above SIDE_MAX, and what was found in it.
+
+    found: Detections, which become frames, or a result that `nodes.drawing` draws; None: nothing.
+    """
     from PIL import Image
 
     height, width = picture.shape[:2]
@@ -75,8 +79,10 @@ def thumbnail(picture: np.ndarray, found: Detections | None = None) -> Picture:
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     if image.size != size:
         image = image.resize(size, Image.Resampling.LANCZOS)
-    if found is not None:
+    if isinstance(found, Detections):
         _frame(image, found, (size[0] / width, size[1] / height))
+    elif found is not None:
+        image = draw_result(image, found, height, width, FRAME_COLOURS, FRAMES_MAX)
     return _encoded(image)
 
 
@@ -111,11 +117,7 @@ def _frame(image: Image.Image, found: Detections, scale: tuple[float, float]) ->
         draw.rectangle((left, top, right, bottom), outline=colour, width=2)
         text = f"{found.labels[index][:LABEL_CHARS_MAX]} {float(found.scores[index]):.2f}".replace("\n", " ")
         text = text.encode("latin-1", "replace").decode("latin-1")  # letters that Pillow's own font may have
-        _, _, wide, tall = draw.textbbox((0, 0), text, font=font)
-        at_x = max(0.0, min(left, width - wide - 3))
-        at_y = top - tall - 3 if top >= tall + 3 else top
-        draw.rectangle((at_x, at_y, at_x + wide + 3, at_y + tall + 2), fill=colour)
-        draw.text((at_x + 2, at_y), text, fill=(255, 255, 255), font=font)
+        draw_label(draw, text, (left, top), colour, font, width)
 
 
 def _encoded(image: Image.Image) -> Picture:
@@ -174,7 +176,9 @@ class SampleValue:
 
 
 def small(sample: Sample) -> Sample:
-    """Return the sample with Shown values, its texts bounded; boxes are drawn into the input, where one is a picture.
+    """Return the sample with Shown values, its texts bounded.
+
+    Boxes, masks, keypoints and the like are drawn into the input, where one is a picture.
 
     A value that cannot be shown becomes a note.
     """
@@ -203,7 +207,7 @@ def _all_shown(values: Mapping[str, Any], beneath: np.ndarray | None) -> dict[st
 
 
 def shown(value: Any, beneath: np.ndarray | None = None) -> SampleValue:
-    """Return what is shown of a value; `beneath` is the picture that boxes are drawn into, uint8[H, W, 3]."""
+    """Return what is shown of a value; `beneath` is the picture that it may be drawn into, uint8[H, W, 3]."""
     if isinstance(value, SampleValue):
         return value
     if value is None:
@@ -225,7 +229,8 @@ def _pieces(value: Any, beneath: np.ndarray | None) -> Iterator[SampleCell]:
         case Detections():
             yield SampleCell(_detections(value), None if beneath is None else thumbnail(beneath, value))
         case np.ndarray() | np.generic():
-            yield _array(np.asarray(value))
+            cell = _array(np.asarray(value))
+            yield replace(cell, picture=cell.picture or _drawn_in(value, beneath))
         case bytes() | bytearray() | memoryview():
             yield _bytes(bytes(value))
         case list() | tuple() if any(isinstance(one, np.ndarray | bytes | Detections) for one in value[:ELEMENTS_MAX]):
@@ -233,7 +238,15 @@ def _pieces(value: Any, beneath: np.ndarray | None) -> Iterator[SampleCell]:
             if len(value) > ELEMENTS_MAX:
                 yield SampleCell(f"and {len(value) - ELEMENTS_MAX} more")
         case _:
-            yield SampleCell(harmless(json.dumps(_cut(value), ensure_ascii=False, default=repr), TEXT_CHARS_MAX))
+            text = harmless(json.dumps(_cut(value), ensure_ascii=False, default=repr), TEXT_CHARS_MAX)
+            yield SampleCell(text, _drawn_in(value, beneath))
+
+
+def _drawn_in(value: Any, beneath: np.ndarray | None) -> Picture | None:
+    """Return the picture with a map, masks, keypoints or oriented boxes; None for other values."""
+    if beneath is None or not is_drawable(value, *beneath.shape[:2]):
+        return None
+    return thumbnail(beneath, value)
 
 
 def _picture_in(value: Any) -> np.ndarray | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -44,6 +45,8 @@ CLOSE_MAX_S = 10.0
 
 _SPACES = r"( |\n{1,2}[ \t]{0,20})"
 """What JSON may have between its parts: enough to be indented, too little for a model to go on with for ever."""
+
+_TOKEN_ID = re.compile(r"<\[[0-9]{1,9}\]>")
 
 
 class Pending:
@@ -170,15 +173,14 @@ class GrammarCompiler:
                 del self._known[constraint]
 
     def _prepare(self, constraint: Constraint) -> Grammar:
-        text = _translated(constraint)
-        error = self._trials.wait_trial(text)
+        error = self._trials.wait_trial(_translated(_without_token_ids(constraint)))
         if error:
             raise InputError(explain(error))
         if self._vocabulary is None:
             self._vocabulary = read_vocabulary(self._tokenizer, self._size, self._ends)
         if isinstance(self._vocabulary, ModelError):
             raise self._vocabulary
-        grammar = Grammar(self._vocabulary, text)
+        grammar = Grammar(self._vocabulary, _translated(constraint))
         self._try_beginning(grammar)
         return grammar
 
@@ -193,6 +195,13 @@ class GrammarCompiler:
         first = next(bit for bit in range(32) if int(row[word]) >> bit & 1)
         if matcher.accept(32 * word + first):
             matcher.rollback(1)
+
+
+def _without_token_ids(constraint: Constraint) -> Constraint:
+    """Replace tokens in a grammar by a letter, for the trial process, which does not have the model's tokens."""
+    if constraint.kind != "grammar" or not isinstance(constraint.value, str):
+        return constraint
+    return Constraint("grammar", _TOKEN_ID.sub('"t"', constraint.value))
 
 
 def _translated(constraint: Constraint) -> str:

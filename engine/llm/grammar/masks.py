@@ -2,7 +2,7 @@
 
 `apply_masks` runs once the logits of the round exist. A row of 150 000 tokens is 19 KB of bits. `Vocabulary` is the
 tokenizer in the form that llguidance expects. Control tokens and padding of the logits are not text: no constraint ever
-allows them.
+allows them. Tokens of marks around tool calls and reasoning are allowed where a grammar refers to them by id.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from weftline.engine.llm.answer_syntax import MARKS
 from weftline.engine.llm.grammar.matcher import Matcher
 from weftline.errors import InputError, ModelError, StepError, WeftlineError, first_line
 
@@ -90,6 +91,8 @@ def read_vocabulary(tokenizer: Any, size: int, ends: frozenset[int]) -> Vocabula
     try:
         made = from_tokenizer(tokenizer, n_vocab=max(known, size), eos_token=sorted(ends), slices=None)
         silent = {token for token in range(size) if token >= known or made.is_special_token(token)} | ends
+        added = tokenizer.added_tokens_decoder.items()
+        silent -= {token for token, one in added if one.content in MARKS and token not in ends}
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library's own panics are no Exceptions

@@ -62,7 +62,7 @@ def check_options(config: LlmConfig) -> None:
 
 def image_notes(config: LlmConfig, base_dir: Path) -> Sequence[str]:
     """Return notes of the plan about a model with a vision part."""
-    found = find_config(config.model, base_dir)
+    found = None if config.model.endswith(".gguf") else find_config(config.model, base_dir)
     if found is not None and found.get("model_type") in TEXT_ONLY and found.get("vision_config"):
         return [f"{config.model} reads texts only: input {IMAGES} is supported for {listed()}"]
     return []

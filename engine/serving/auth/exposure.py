@@ -6,8 +6,8 @@ Pure: no name is looked up. An address that is not certainly loopback counts as 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ipaddress import IPv6Address, ip_address
 
+from weftline.engine.loopback import is_loopback
 from weftline.engine.serving.config import ServeConfig
 from weftline.errors import PipelineError, Problem
 
@@ -22,19 +22,6 @@ def check_exposure(config: ServeConfig, source: str = SOURCE) -> None:
     problems = list(_problems(config, source))
     if problems:
         raise PipelineError(problems)
-
-
-def is_loopback(host: str) -> bool:
-    """Return True for addresses that only this machine can reach: 127.0.0.0/8, ::1 and `localhost`."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ip_address(host.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False  # a name, or a form that only some resolvers accept as an address
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        return address.ipv4_mapped.is_loopback
-    return address.is_loopback
 
 
 def _problems(config: ServeConfig, source: str) -> Iterator[Problem]:

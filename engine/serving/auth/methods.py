@@ -61,6 +61,7 @@ _HTTP = {
     "POST /v1/rerank": INFER,
     "POST /v1/audio/speech": INFER,
     "POST /v1/audio/transcriptions": INFER,
+    "POST /v1/audio/translations": INFER,
     "GET /v2": READ,
     "GET /v2/models/stats": READ,
     "POST /v2/repository/index": READ,

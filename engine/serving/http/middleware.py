@@ -24,8 +24,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weftline.engine.loopback import is_loopback
 from weftline.engine.runtime.byte_budget import ByteBudget
-from weftline.engine.serving.auth.exposure import is_loopback
 from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
 from weftline.engine.serving.config import LOOPBACK

@@ -89,7 +89,8 @@ _SPEECH = {
 _TRANSCRIPTION = {
     "model": _MODEL,
     "file": {"type": "string", "format": "binary"},
-    "response_format": {"enum": ["json", "text"]},
+    "response_format": {"enum": ["json", "text", "verbose_json", "srt", "vtt"]},
+    "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment", "word"]}},
     "language": {"type": "string"},
     "prompt": {"type": "string"},
     "stream": {"type": "boolean"},
@@ -172,8 +173,8 @@ def document() -> dict[str, Any]:
         body = _body("application/json", properties, required)
         paths.setdefault(path, {})["post"] = _operation(path, summary) | {"requestBody": body}
     form = _body("multipart/form-data", _TRANSCRIPTION, ("model", "file"))
-    path = "/v1/audio/transcriptions"
-    paths[path] = {"post": _operation(path, "Transcribe a recording.") | {"requestBody": form}}
+    for path, summary in (("transcriptions", "Transcribe a recording."), ("translations", "Translate one.")):
+        paths[f"/v1/audio/{path}"] = {"post": _operation(path, summary) | {"requestBody": form}}
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         for what, summary in (("", "Metadata."), ("/ready", "Readiness."), ("/config", "Configuration.")):
             paths[f"{model}{what}"] = {"get": _operation(model, summary)}

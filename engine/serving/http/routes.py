@@ -22,14 +22,13 @@ from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
+from weftline.engine.serving.openai.audio_endpoints import Speech, Transcriptions, Translations
 from weftline.engine.serving.openai.endpoints import (
     Chat,
     Completions,
     Embeddings,
     OpenAiModels,
     Rerank,
-    Speech,
-    Transcriptions,
 )
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -58,6 +57,7 @@ def _openai(context: HttpContext) -> list[Route]:
         _post("/v1/rerank", Rerank(context).create),
         _post("/v1/audio/speech", Speech(context).create),
         _post("/v1/audio/transcriptions", Transcriptions(context).create),
+        _post("/v1/audio/translations", Translations(context).create),
         _get("/v1/models", models.list),
         _get("/v1/models/{model}", models.get),
     ]

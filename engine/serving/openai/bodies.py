@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
@@ -46,7 +46,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "parallel_tool_calls": (True,),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "suffix": ("",),
@@ -167,6 +166,11 @@ class GenerationBody(OpenAiBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def has_tools(self) -> bool:
+        """True if the model may call tools."""
+        return False
+
+    @property
     def top_logprobs_count(self) -> int | None:
         """Number of likeliest tokens listed with each token; None: no log-probabilities."""
         raise NotImplementedError
@@ -213,11 +217,12 @@ class GenerationBody(OpenAiBody):
 
 
 class ChatBody(GenerationBody):
-    """Body of /v1/chat/completions. `messages.py` reads the messages."""
+    """Body of /v1/chat/completions. `messages.py` reads the messages, `tools.py` the tools."""
 
     messages: Any = None
     tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Flag | None = None
     logprobs: Flag | None = None
     top_logprobs: LikeliestCount | None = None
 
@@ -226,6 +231,10 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise HttpError("top_logprobs: requires logprobs: true", param="top_logprobs")
         return self
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -294,22 +303,45 @@ class SpeechBody(OpenAiBody):
     instructions: Literal[""] | None = Field(None, description="nothing: not supported by this server; leave it out")
 
 
+GRANULARITIES = "timestamp_granularities[]"
+"""Field with a value for each kind of times."""
+
+
 class TranscriptionBody(OpenAiBody):
-    """Form of /v1/audio/transcriptions, besides its file."""
+    """Form of /v1/audio/transcriptions and /v1/audio/translations, besides its file.
+
+    granularities: values of the field `timestamp_granularities[]`.
+    """
 
     language: str | None = None
     prompt: str | None = None
-    response_format: Literal["json", "text"] | None = Field(
-        None, description="json or text; times of words are not known"
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = Field(
+        "json", description="json, text, verbose_json, srt or vtt"
     )
     temperature: Literal["0", "0.0"] | None = Field(
         None, description="0: the likeliest words are selected; leave it out"
     )
     stream: str | None = None
+    granularities: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        if not set(self.granularities) <= {"segment", "word"}:
+            raise HttpError(f"{GRANULARITIES}: expected segment or word", param=GRANULARITIES)
+        if self.granularities and self.response_format != "verbose_json":
+            raise unsupported(GRANULARITIES, "only response_format verbose_json has them")
+        if self.streamed and self.timed:
+            raise unsupported("stream", f"response_format {self.response_format} is sent whole; leave it out")
+        return self
 
     @property
     def streamed(self) -> bool:
         return self.stream in ("true", "True", "1")
+
+    @property
+    def timed(self) -> bool:
+        """Whether the response contains times."""
+        return self.response_format not in ("json", "text")
 
 
 def answers_output(body: GenerationBody, output: str | None) -> str | None:

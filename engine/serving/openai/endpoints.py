@@ -1,11 +1,10 @@
-"""Handlers of the OpenAI routes: chat, completions, embeddings, audio, the list of models; and of rerank.
+"""Handlers of the OpenAI routes: chat, completions, embeddings, the list of models; and of rerank.
 
 `docs/guides/openai.md` lists what each field does.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import secrets
@@ -15,18 +14,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from starlette.datastructures import FormData
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Ask
-from weftline.engine.serving.http.body import file_field, form_of, json_object_of, text_field
+from weftline.engine.serving.http.body import json_object_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import unsupported
-from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
+from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
@@ -34,24 +31,18 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     GenerationBody,
     RerankBody,
-    SpeechBody,
-    TranscriptionBody,
     answers_output,
 )
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
     RerankPorts,
-    TranscriptionPorts,
     chat_ports,
     completion_ports,
     embedding_ports,
     rerank_ports,
-    speech_ports,
-    transcription_ports,
     vector_length,
 )
-from weftline.engine.serving.openai.recordings import MEDIA_TYPES, encode_recording
 from weftline.engine.serving.openai.responses import (
     AnswerHeader,
     ChatFormat,
@@ -62,8 +53,6 @@ from weftline.engine.serving.openai.responses import (
     usage_of,
 )
 from weftline.errors import StepError
-
-TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
 
 
 class Endpoint:
@@ -80,9 +69,9 @@ class Endpoint:
         outputs = gather_or_cancel([self._context.outputs(request, one) for one in asks])
         return await while_connected(request.receive, outputs)
 
-    async def _text(self, request: Request, ask: Ask, output: str) -> StreamedText:
+    async def _text(self, request: Request, ask: Ask, *outputs: str) -> StreamedText:
         """Start a streamed request and wait for its first chunk; failures up to then are raised."""
-        return StreamedText(output, *await self._context.begin(request, ask))
+        return StreamedText(outputs, *await self._context.begin(request, ask))
 
 
 def tenant_of(request: Request, ports: AnswerPorts | RerankPorts) -> dict[str, str]:
@@ -120,7 +109,8 @@ class GenerationEndpoint(Endpoint, ABC):
         created = int(self._context.now_s())
         with body.naming_fields():
             if body.stream:
-                text = await self._text(request, generation.asks[0], ports.output)
+                texts = [name for name in (ports.output, ports.reasoning) if name]
+                text = await self._text(request, generation.asks[0], *texts)
                 header = AnswerHeader(self.format.chunk_object, body.model, created)
                 return EventStream(chunks(generation, header, text))
             answers = await self._outputs_of(request, generation.asks)
@@ -136,7 +126,10 @@ class GenerationEndpoint(Endpoint, ABC):
         elif sampling:
             common[ports.sampling] = sampling
         common |= tenant_of(request, ports)
-        wanted = [ports.output, ports.usage, ports.tool_calls, answers_output(body, ports.answers)]
+        answers = answers_output(body, ports.answers)
+        if body.has_tools and ports.tool_calls is None:
+            answers = ports.answers  # which have the calls too
+        wanted = [ports.output, ports.reasoning, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
         asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
         return Generation(body, ports, self.format, tuple(asks))
@@ -169,32 +162,33 @@ class Completions(GenerationEndpoint):
 
 
 class StreamedText:
-    """A streamed output of text, and the complete values of all outputs."""
+    """Streamed outputs of text, and the complete values of all outputs. texts: names of the former."""
 
-    def __init__(self, output: str, first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]) -> None:
-        self._output = output
+    def __init__(
+        self, texts: Sequence[str], first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
+    ) -> None:
         self._first = first
         self._stream = stream
-        self._chars = 0
+        self._chars = dict.fromkeys(texts, 0)
         self.outputs: dict[str, Any] = {}
 
-    async def deltas(self) -> AsyncGenerator[str, None]:
-        """Yield the text as it grows. Closes the stream."""
+    async def deltas(self) -> AsyncGenerator[tuple[str, str], None]:
+        """Yield (output, text) as the texts grow. Closes the stream."""
         try:
             chunk = self._first
             while chunk is not None:
                 if chunk.last:
                     self.outputs[chunk.output] = chunk.value
-                elif chunk.output == self._output and chunk.value:
-                    self._chars += len(chunk.value)
-                    yield chunk.value
+                elif chunk.output in self._chars and chunk.value:
+                    self._chars[chunk.output] += len(chunk.value)
+                    yield chunk.output, chunk.value
                 chunk = await anext(self._stream, None)
         finally:
             await self._stream.aclose()
 
-    def rest(self, text: str) -> str:
-        """Return the part of the complete text that was not yielded."""
-        return text[self._chars :]
+    def rest(self, output: str | None, text: str) -> str:
+        """Return the part of an output's complete text that was not yielded."""
+        return text[self._chars.get(output or "", 0) :]
 
 
 def completion(generation: Generation, header: AnswerHeader, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,10 +210,13 @@ async def chunks(generation: Generation, header: AnswerHeader, text: StreamedTex
         async with contextlib.aclosing(text.deltas()) as deltas:
             for choice in format.opening():
                 yield event(common | {"choices": [choice]})
-            async for delta in deltas:
-                yield event(common | {"choices": [format.delta(delta)]})
+            async for output, delta in deltas:
+                yield event(common | {"choices": [format.delta(delta, output == ports.reasoning)]})
     for one in choices_of(text.outputs, ports, body.top_logprobs_count is not None, 0):
-        for choice in format.ending(one, text.rest(one.text) if one.index == 0 else one.text):
+        rests = one.text, one.reasoning
+        if one.index == 0:
+            rests = text.rest(ports.output, one.text), text.rest(ports.reasoning, one.reasoning)
+        for choice in format.ending(one, *rests):
             yield event(common | {"choices": [choice]})
     if body.usage_in_stream:
         yield event(common | {"usage": usage_of(text.outputs.get(ports.usage or "")).to_json()})
@@ -301,72 +298,6 @@ def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]
         document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
         results.append({"index": index, "relevance_score": float(scores[index])} | document)
     return results
-
-
-class Transcriptions(Endpoint):
-    """POST /v1/audio/transcriptions."""
-
-    async def create(self, request: Request) -> ASGIApp:
-        form = await form_of(request)
-        body = TranscriptionBody.parse({name: text_field(form, name) for name in TRANSCRIPTION_FIELDS})
-        ports = transcription_ports(self._context.authorised_info(request, body.model))
-        inputs = {ports.audio: await file_field(form, "file")} | _hints(body, ports)
-        _check_lists(form)
-        ask = ask_for(request, body.model, inputs, [ports.output])
-        if body.streamed:
-            return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
-        [outputs] = await self._outputs_of(request, [ask])
-        text = outputs.get(ports.output) or ""
-        return text_response(text + "\n") if body.response_format == "text" else json_response({"text": text})
-
-
-def _hints(body: TranscriptionBody, ports: TranscriptionPorts) -> dict[str, Any]:
-    """Return the inputs for language and prompt; HttpError when the model has no such input."""
-    inputs = {}
-    for field, value, port in (("language", body.language, ports.language), ("prompt", body.prompt, ports.prompt)):
-        if value is not None and port is None:
-            raise unsupported(field, f"the model has no input `{field}: text`; its operator sets it, leave it out")
-        if value is not None and port is not None:
-            inputs[port] = value
-    return inputs
-
-
-def _check_lists(form: FormData) -> None:
-    for field in ("timestamp_granularities[]", "include[]", "chunking_strategy", "known_speaker_names[]"):
-        if form.getlist(field) not in ([], ["auto"]):
-            raise unsupported(field, "not supported by this server; leave it out")
-
-
-async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed transcription."""
-    async with contextlib.aclosing(text.deltas()) as deltas:
-        async for delta in deltas:
-            yield event({"type": "transcript.text.delta", "delta": delta})
-    whole = text.outputs.get(output) or ""
-    if rest := text.rest(whole):
-        yield event({"type": "transcript.text.delta", "delta": rest})
-    yield event({"type": "transcript.text.done", "text": whole})
-    yield DONE
-
-
-class Speech(Endpoint):
-    """POST /v1/audio/speech."""
-
-    async def create(self, request: Request) -> ASGIApp:
-        body = SpeechBody.parse(await self._object(request))
-        ports = speech_ports(self._context.authorised_info(request, body.model))
-        inputs: dict[str, Any] = {ports.text: body.input}
-        if ports.voice is not None and body.voice is not None:
-            inputs[ports.voice] = body.voice
-        if ports.speed is not None:
-            inputs[ports.speed] = body.speed
-        elif body.speed != 1:
-            raise unsupported("speed", "the model has no input `speed: json`; its operator sets it, leave it out")
-        [outputs] = await self._outputs_of(request, [ask_for(request, body.model, inputs, [ports.output])])
-        samples = outputs.get(ports.output)
-        samples = np.zeros(0, np.float32) if samples is None else samples
-        content = await asyncio.to_thread(encode_recording, samples, body.response_format)
-        return Response(content, media_type=MEDIA_TYPES[body.response_format])
 
 
 class OpenAiModels(Endpoint):

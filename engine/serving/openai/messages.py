@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weftline.engine.serving.http.errors import HttpError, unsupported
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.ports import ChatPorts
+from weftline.engine.serving.openai.tools import tool_inputs
 from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
@@ -74,20 +75,7 @@ def chat_inputs(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
         inputs[ports.prompt] = conversation.question
     inputs |= media_inputs(conversation.images, ports.images, "picture")
     inputs |= media_inputs(conversation.audio, ports.audio, "recording")
-    return inputs | _tools(body, ports)
-
-
-def _tools(body: ChatBody, ports: ChatPorts) -> dict[str, Any]:
-    tools, choice = body.tools, body.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "no call can be forced here; expected none or auto")
-    if not tools or choice == "none":
-        return {}
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise HttpError("tools: expected a list of objects", param="tools")
-    if ports.tools is None:
-        raise unsupported("tools", "the model has no tools; add an input `tools: json`")
-    return {ports.tools: tools}
+    return inputs | tool_inputs(body, ports)
 
 
 def _read_message(

@@ -4,14 +4,16 @@
     completions    a text input and a text output
     embeddings     a text input, and an output that is one float vector
     rerank         a text input `query`, a list of texts, and an output that is one float vector
-    transcription  an audio input and a text output
+    transcription  an audio input and a text output; outputs `segments` (json) and `language` (text) are optional
+    translation    the same with an input `task` (text), which becomes 'translate'
     speech         a text input and an audio output; inputs `speed` (json) and `voice` (text) are optional
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
-`transcript` counts too. Inputs called `sampling`, `tools` (json), `tenant`, `adapter`, `language` and `voice` (text)
-have their own meaning; images and audio of a conversation go to the image and audio inputs in the order they are
-declared. Every other input must be one that may be left out. Where a model with `messages` has no input for pictures
-besides an optional list `images`, as an llm step has, pictures stay in the messages.
+`transcript` counts too. Inputs called `sampling`, `tools`, `tool_choice`, `parallel_tool_calls` (json), `tenant`,
+`adapter`, `language`, `voice` and, where it is optional, `task` (text), and an output `reasoning` (text) have their own
+meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared. Every other
+input must be one that may be left out. Where a model with `messages` has no input for pictures besides an optional list
+`images`, as an llm step has, pictures stay in the messages.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from weftline.engine.serving.model_info import ModelInfo, PortInfo
 OWN_MEANING = ("adapter", "tenant", "language", "voice")
 """Text inputs that are never what the user says."""
 
+TOOL_INPUTS = ("tools", "tool_choice", "parallel_tool_calls")
+"""Inputs with the values of the fields of that name."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPorts:
@@ -36,6 +41,7 @@ class AnswerPorts:
     usage: str | None
     answers: str | None
     tool_calls: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,8 @@ class ChatPorts(AnswerPorts):
     messages: str | None
     prompt: str | None
     tools: str | None
+    tool_choice: str | None
+    parallel_tool_calls: str | None
     images: tuple[PortInfo, ...]
     audio: tuple[PortInfo, ...]
     pictures_stay: bool = False
@@ -74,12 +82,18 @@ class RerankPorts:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionPorts:
-    """Ports of a model that turns recordings into text."""
+    """Ports of a model that turns recordings into text.
+
+    language, task: inputs. segments, detected: outputs for the segments and for the language.
+    """
 
     audio: str
     output: str
     language: str | None
     prompt: str | None
+    task: str | None
+    segments: str | None
+    detected: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
     messages, prompt = _input(info, "messages", "json"), _text_input(info)
     if messages is None and prompt is None and not audio:
         raise _cannot(info, task, "it has no input `messages` (json), and no text or audio input instead")
-    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tools", "tenant"}
+    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tenant", *TOOL_INPUTS}
     _check_rest(info, task, fed)
     stay = messages is not None and all(one.name == "images" and one.optional for one in images)
     return ChatPorts(
@@ -111,7 +125,10 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         tool_calls=_output(info, "tool_calls", "json"),
         messages=messages,
         prompt=prompt,
+        reasoning=_output(info, "reasoning", "text"),
         tools=_input(info, "tools", "json"),
+        tool_choice=_input(info, "tool_choice", "json"),
+        parallel_tool_calls=_input(info, "parallel_tool_calls", "json"),
         images=() if stay else images,
         audio=audio,
         pictures_stay=stay,
@@ -154,9 +171,25 @@ def transcription_ports(info: ModelInfo) -> TranscriptionPorts:
     audio = [one.name for one in info.inputs if one.type == "audio"]
     if len(audio) != 1:
         raise _cannot(info, task, f"it has {len(audio) or 'no'} audio inputs, and one is needed")
-    language, prompt = _input(info, "language", "text"), _input(info, "prompt", "text")
-    _check_rest(info, task, {audio[0], language, prompt})
-    return TranscriptionPorts(audio[0], _text_output(info, task, ("text", "transcript", "answer")), language, prompt)
+    language, prompt, kind = (_input(info, name, "text") for name in ("language", "prompt", "task"))
+    _check_rest(info, task, {audio[0], language, prompt, kind})
+    return TranscriptionPorts(
+        audio=audio[0],
+        output=_text_output(info, task, ("text", "transcript", "answer")),
+        language=language,
+        prompt=prompt,
+        task=kind,
+        segments=_output(info, "segments", "json"),
+        detected=_output(info, "language", "text"),
+    )
+
+
+def translation_ports(info: ModelInfo) -> TranscriptionPorts:
+    """Return the ports for a recording to translate; HttpError if the model cannot translate."""
+    ports = transcription_ports(info)
+    if ports.task is None:
+        raise _cannot(info, "translate recordings", "it has no input `task` (text)")
+    return ports
 
 
 def speech_ports(info: ModelInfo) -> SpeechPorts:
@@ -189,6 +222,7 @@ def _text_input(info: ModelInfo) -> str | None:
     if _input(info, "prompt", "text"):
         return "prompt"
     texts = [one for one in info.inputs if one.type == "text" and one.name not in OWN_MEANING]
+    texts = [one for one in texts if not (one.optional and one.name == "task")]
     needed = [one for one in texts if not one.optional]
     for some in (needed, texts):
         if len(some) == 1:
@@ -197,7 +231,7 @@ def _text_input(info: ModelInfo) -> str | None:
 
 
 def _text_output(info: ModelInfo, task: str, names: tuple[str, ...]) -> str:
-    texts = [one.name for one in info.outputs if one.type == "text"]
+    texts = [one.name for one in info.outputs if one.type == "text" and one.name != "reasoning"]
     for name in names:
         if name in texts:
             return name

@@ -1,4 +1,4 @@
-"""Encode recordings in the formats of /v1/audio/speech with libsndfile."""
+"""Recordings with libsndfile: encoding in the formats of /v1/audio/speech, and the length of a recording."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 
-from weftline.nodes.audio import resample
+from weftline.nodes.audio import audio_claim, resample
 from weftline.nodes.ports import AUDIO_HZ
 
 MEDIA_TYPES = {
@@ -20,6 +20,18 @@ _SUBTYPES = {
 
 PCM_HZ = 24_000
 """Sample rate of `pcm`, which has no header: the one that OpenAI's clients expect."""
+
+SECONDS_MAX = 86_400.0
+"""Longest recording whose length is counted: the largest `seconds_max` of a pipeline."""
+
+
+def recording_s(data: bytes) -> float:
+    """Return the length of an encoded recording in seconds; InputError if it cannot be decoded.
+
+    Some formats have no length in their header, and are decoded for it.
+    """
+    claim = audio_claim(data, SECONDS_MAX)
+    return claim.frames / claim.rate_hz
 
 
 def encode_recording(samples: np.ndarray, format: str) -> bytes:

@@ -19,6 +19,7 @@ class Choice:
 
     logprobs:   of the answer's tokens, as in the llm step's `answers`; None: not requested.
     tool_calls: as in the pipeline's `tool_calls` output.
+    reasoning:  as in the pipeline's `reasoning` output; '' without it.
     """
 
     index: int
@@ -26,6 +27,7 @@ class Choice:
     finish: str = "stop"
     logprobs: Sequence[Mapping[str, Any]] | None = None
     tool_calls: Sequence[Any] | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,11 @@ def usage_of(value: object) -> Usage:
 
 def finish_of(usage: object, tool_calls: object = None) -> str:
     """Return OpenAI's finish reason of an answer."""
-    if tool_calls:
-        return "tool_calls"
     found = usage.get("finish_reason") if isinstance(usage, Mapping) else None
-    return found if found in FINISHED else "stop"
+    found = found if found in FINISHED else "stop"
+    if found in ("stop", "tool_calls"):
+        return "tool_calls" if tool_calls else "stop"
+    return found
 
 
 def choices_of(outputs: Mapping[str, Any], ports: AnswerPorts, logprobs: bool, first: int) -> list[Choice]:
@@ -90,25 +93,26 @@ def choices_of(outputs: Mapping[str, Any], ports: AnswerPorts, logprobs: bool, f
     logprobs: True if the request asked for them.
     first:    index of the first answer.
     """
-
-    def logprobs_of(one: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        return (one.get("logprobs") or ()) if logprobs else None
-
-    usage = outputs.get(ports.usage) if ports.usage else None
-    calls = outputs.get(ports.tool_calls) if ports.tool_calls else None
-    calls = calls if isinstance(calls, list) and calls else None
-    text = outputs.get(ports.output)
     several = outputs.get(ports.answers) if ports.answers else None
-    if not isinstance(several, list) or not several:
-        return [Choice(first, text or "", finish_of(usage, calls), logprobs_of({}), calls)]
-    if len(several) == 1:  # a later step may have changed the text on its way to `output`
-        [one] = several
-        content = one.get("text", "") if text is None else text
-        return [Choice(first, content, finish_of(one, calls), logprobs_of(one), calls)]
-    return [
-        Choice(first + place, one.get("text", ""), finish_of(one), logprobs_of(one))
-        for place, one in enumerate(several)
-    ]
+    answers = several if isinstance(several, list) and several else [{}]
+    if len(answers) > 1:
+        return [_choice(first + place, one, logprobs) for place, one in enumerate(answers)]
+    [one] = answers  # a later step may have changed its parts on their way to the outputs
+    names = {"text": ports.output, "reasoning": ports.reasoning, "tool_calls": ports.tool_calls}
+    parts = {part: outputs[name] for part, name in names.items() if name and outputs.get(name) is not None}
+    usage = outputs.get(ports.usage) if ports.usage else None
+    finish = (
+        {"finish_reason": usage["finish_reason"]} if isinstance(usage, Mapping) and "finish_reason" in usage else {}
+    )
+    return [_choice(first, finish | dict(one) | parts, logprobs)]
+
+
+def _choice(index: int, one: Mapping[str, Any], logprobs: bool) -> Choice:
+    """Return an answer in the form of the llm step's `answers`."""
+    calls = one.get("tool_calls")
+    calls = calls if isinstance(calls, list) and calls else None
+    found = (one.get("logprobs") or ()) if logprobs else None
+    return Choice(index, one.get("text") or "", finish_of(one, calls), found, calls, one.get("reasoning") or "")
 
 
 class Format(Protocol):
@@ -123,11 +127,11 @@ class Format(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Return what the chunks of a stream begin with."""
 
-    def delta(self, text: str) -> dict[str, Any]:
-        """Return more text of the first answer."""
+    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
+        """Return more text of the first answer, or more of its reasoning."""
 
-    def ending(self, choice: Choice, rest: str) -> list[dict[str, Any]]:
-        """Return the end of an answer. rest: its text that was not streamed."""
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
+        """Return the end of an answer. rest, reasoning_rest: its text and reasoning that were not streamed."""
 
 
 class ChatFormat:
@@ -140,23 +144,27 @@ class ChatFormat:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.tool_calls:
             message |= {"tool_calls": list(choice.tool_calls), "content": choice.text or None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs is not None else None
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def opening(self) -> list[dict[str, Any]]:
         return [_chat_delta(0, {"role": "assistant", "content": ""})]
 
-    def delta(self, text: str) -> dict[str, Any]:
-        return _chat_delta(0, {"content": text})
+    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
+        return _chat_delta(0, {"reasoning_content" if reasoning else "content": text})
 
-    def ending(self, choice: Choice, rest: str) -> list[dict[str, Any]]:
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
         index, deltas = choice.index, []
+        role = {"role": "assistant"} if index else {}
+        if reasoning_rest:
+            deltas.append(_chat_delta(index, role | {"reasoning_content": reasoning_rest}))
         if rest or choice.logprobs:
             logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs else None
-            deltas.append(_chat_delta(index, {"content": rest} | ({"role": "assistant"} if index else {}), logprobs))
-        if choice.tool_calls:
-            calls = [_numbered(at, call) for at, call in enumerate(choice.tool_calls)]
-            deltas.append(_chat_delta(index, {"tool_calls": calls}))
+            deltas.append(_chat_delta(index, role | {"content": rest}, logprobs))
+        for place, call in enumerate(choice.tool_calls or ()):
+            deltas += [_chat_delta(index, {"tool_calls": [piece]}) for piece in _call_pieces(place, call)]
         return [*deltas, _chat_delta(index, {}) | {"finish_reason": choice.finish}]
 
 
@@ -172,16 +180,20 @@ class TextFormat:
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, text: str) -> dict[str, Any]:
+    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
 
-    def ending(self, choice: Choice, rest: str) -> list[dict[str, Any]]:
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
         return [self.whole(choice) | {"text": rest}]
 
 
-def _numbered(index: int, call: Any) -> Any:
-    """Return a tool call with its index, as chunks have it."""
-    return {"index": index, **call} if isinstance(call, dict) else call
+def _call_pieces(index: int, call: Any) -> list[Any]:
+    """Return a tool call as the deltas of a stream: its name, then its arguments."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return [{"index": index, **call}] if isinstance(call, dict) else [call]
+    begun = {"index": index, **call, "function": function | {"arguments": ""}}
+    return [begun, {"index": index, "function": {"arguments": function["arguments"]}}]
 
 
 def _chat_delta(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -393,12 +393,12 @@ def test_both_ways_of_answering_give_the_same_rows_and_so_does_going_on(folder: 
 def no_threads_stay() -> Iterator[None]:
     import threading
 
+    before = set(threading.enumerate())
     yield
-    left = [one.name for one in threading.enumerate() if one.name.startswith("weftline-")]
-    for one in threading.enumerate():
-        if one.name.startswith("weftline-"):
-            one.join(10)
-    assert not [one for one in threading.enumerate() if one.name in left and one.is_alive()]
+    started = [one for one in threading.enumerate() if one.name.startswith("weftline-") and one not in before]
+    for one in started:
+        one.join(10)
+    assert not [one for one in started if one.is_alive()]
 
 
 def test_a_step_that_remembers_is_refused_before_anything_is_loaded(folder: Path) -> None:

@@ -20,6 +20,16 @@ def test_text_parts_become_one_text_and_absent_keys_are_left_out():
 
 
 @pytest.mark.parametrize(
+    ("text", "arguments"),
+    [('{"a": [1]}', {"a": [1]}), ("", {}), (" ", {}), ("[1]", "[1]"), ("{", "{"), ("[" * 9999, "[" * 9999), ({}, {})],
+)
+def test_arguments_of_calls_become_objects(text, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    (checked,) = check_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert checked["tool_calls"] == [{**call, "function": {"name": "f", "arguments": arguments}}]
+
+
+@pytest.mark.parametrize(
     ("messages", "found"),
     [
         (None, "NoneType"),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engine.llm import tiny
-from weftline.engine.llm import quantised
-from weftline.engine.llm.quantised import find_method, plan_weights
+from tests.engine.llm.packed_checkpoints import AWQ, GPTQ
+from weftline.engine.llm import checkpoint_format, quantised
+from weftline.engine.llm.quantised import WeightPlan, plan_weights
 from weftline.errors import ModelError
 from weftline.nodes.hugging_face import check_weights
 
@@ -54,6 +56,55 @@ def write(folder: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor]:
     return plain
 
 
+def write_4_bits(
+    folder: Path, form: str, weights: dict[str, Any], pack: Callable[[torch.Tensor, str], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Write tiny llama's weights in 4 bits; return what they come to when read back.
+
+    pack: returns the tensors of a weight of that name, and under the name alone what it comes to.
+    """
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"num_bits": 4, "symmetric": True}}}
+    settings = compressed("int") | {"format": form, "config_groups": groups}
+    plain = write(folder, settings | {"format": "int-quantized"})  # its config and the layers that stay whole
+    state = {name: weight for name, weight in load_file(folder / "model.safetensors").items() if "_proj." not in name}
+    for name, weight in tiny.reference("llama").state_dict().items():
+        if "_proj." in name:
+            tensors = pack(weight, name)
+            plain[name] = tensors.pop(name)
+            state |= tensors
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return plain
+
+
+def pack_w4a16(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Pack codes from -8 to 7 with a scale for 32 inputs, eight in an int32."""
+    groups = weight.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    codes = (groups / scale).round().clamp(-8, 7)
+    words = (codes.flatten(1).long() + 8).unflatten(1, (-1, 8)) << torch.arange(0, 32, 4)
+    packed = torch.from_numpy(words.sum(2).numpy().astype("uint32").view("int32"))
+    return {
+        name: (codes * scale).flatten(1), f"{name}_packed": packed, f"{name}_scale": scale[..., 0].clone(),
+        f"{name}_shape": torch.tensor(weight.shape),
+    }  # fmt: skip
+
+
+def pack_nvfp4(weight: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Pack e2m1 numbers with an fp8 scale for 16 inputs and one for all, two in a byte."""
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    groups = weight.unflatten(1, (-1, 16))
+    whole = 448 * 6 / weight.abs().max()
+    scale = (groups.abs().amax(2) / 6 * whole).to(torch.float8_e4m3fn)
+    inverse = scale.float()[..., None] / whole
+    codes = ((groups / inverse).abs()[..., None] - levels).abs().argmin(-1)
+    plain = (torch.where(groups < 0, -1.0, 1.0) * levels[codes] * inverse).flatten(1)
+    nibbles = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+    return {name: plain, f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_global_scale": whole.reshape(1)}
+
+
 def load(folder: Path) -> Any:
     check_weights(folder, "m")
     config = AutoConfig.from_pretrained(folder)
@@ -80,6 +131,23 @@ def test_a_checkpoint_of_compressed_tensors_is_unpacked_on_a_cpu(tmp_path: Path,
     assert says(tmp_path, write(tmp_path, compressed(kind)))
 
 
+def test_a_checkpoint_of_4_bits_is_unpacked_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    weights = {"type": "int", "strategy": "group", "group_size": 32}
+    assert says(tmp_path, write_4_bits(tmp_path, "pack-quantized", weights, pack_w4a16))
+
+
+def test_a_checkpoint_of_nvfp4_is_unpacked_on_a_cpu(tmp_path: Path) -> None:
+    """Its package rounds the values to bfloat16 on the way."""
+    pytest.importorskip("compressed_tensors")
+    weights = {
+        "type": "float", "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"
+    }  # fmt: skip
+    plain = write_4_bits(tmp_path, "nvfp4-pack-quantized", weights, pack_nvfp4)
+    found = load(tmp_path).state_dict()
+    assert all(torch.allclose(found[name], weight, rtol=2**-7, atol=0) for name, weight in plain.items())
+
+
 def test_a_checkpoint_of_torchao_stays_as_it_is(tmp_path: Path) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     transformers = pytest.importorskip("transformers")
@@ -96,7 +164,7 @@ def test_a_checkpoint_of_torchao_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_on_a_gpu_fp8_checkpoints_stay_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised, "find_spec", lambda name: name)
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
     monkeypatch.setattr(quantised, "_capability", lambda device: (9, 0))
     config = SimpleNamespace(quantization_config=compressed("float"))
     assert plan_weights("auto", "auto", "cuda", config, "m").form is None
@@ -116,21 +184,23 @@ def test_on_a_gpu_fp8_checkpoints_stay_fp8(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_loaded_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(method: str) -> Any:
-        return SimpleNamespace(quantization_config={"quant_method": method})
+    def config(method: str, **settings: Any) -> Any:
+        return SimpleNamespace(quantization_config={"quant_method": method, **settings})
 
-    assert find_method(SimpleNamespace(), "m") is None
-    with pytest.raises(ModelError, match="quantised by 'mxfp4', expected one of: fp8, compressed-tensors"):
+    with pytest.raises(ModelError, match=r"quantised by 'mxfp4'\n    expected: one of: fp8, compressed-tensors"):
         plan_weights("auto", "auto", "cpu", config("mxfp4"), "m")
-    with pytest.raises(ModelError, match="quantised by gptq, which needs a GPU; found cpu"):
-        plan_weights("auto", "auto", "cpu", config("gptq"), "m")
-    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"fix: pip install 'compressed-tensors>=0\.15'"):
+    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"compressed-tensors, whose .*\n    fix: pip install 'weftline\[quantised\]'"):
         plan_weights("auto", "auto", "cpu", config("compressed-tensors"), "m")
-    monkeypatch.setattr(quantised, "_capability", lambda device: (9, 0))
-    with pytest.raises(ModelError, match="fix: pip install 'gptqmodel' 'accelerate'"):
-        plan_weights("auto", "auto", "cuda", config("awq"), "m")
-    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
-    assert plan_weights("auto", "auto", "cuda", config("awq"), "m").form is None
-    with pytest.raises(ModelError, match="weights: found int8, expected auto: model m already is quantised, by awq"):
-        plan_weights("int8", "auto", "cuda", config("awq"), "m")
+    monkeypatch.setattr(checkpoint_format, "find_spec", lambda name: name)
+    with pytest.raises(ModelError, match=r"weights: found int8, expected auto: model m already is .* by torchao"):
+        plan_weights("int8", "auto", "cpu", config("torchao"), "m")
+
+
+def test_packed_weights_are_plain_to_transformers() -> None:
+    for settings in (AWQ, GPTQ):
+        config = SimpleNamespace(quantization_config=settings)
+        plan = plan_weights("auto", "auto", "cpu", config, "m")
+        assert plan.packed is not None and plan.packed.method == settings["quant_method"] and plan.by_layer
+        assert not hasattr(config, "quantization_config")
+    assert plan_weights("auto", "auto", "cpu", SimpleNamespace(), "m") == WeightPlan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def continues(family: str, prompt: list[int], answer: list[int], tokens: int) ->
     return None if float(logits[expected[at]] - logits[answer[at]]) < TIE else False
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(added: Sequence[str] = ("<think>",)) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer with ChatML's control tokens and template, trained on a few lines."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -148,15 +149,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.train_from_iterator(["the user asks and the assistant answers, again and again"] * 4, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|pad|>", eos_token="<|im_end|>")
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    fast.add_tokens(["<think>"])
+    fast.add_tokens([*added])
     fast.chat_template = TEMPLATE
     return fast
 
 
-def save(folder: Path) -> Path:
+def save(folder: Path, words: PreTrainedTokenizerFast | None = None) -> Path:
     """Write a tiny llama with the tokenizer to `folder`, as a user would have it; returns the folder."""
     torch.manual_seed(5)
-    words = tokenizer()
+    words = words or tokenizer()
     sizes = {**_SIZES, "vocab_size": len(words), "eos_token_id": words.eos_token_id}
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
     model.save_pretrained(folder)
@@ -170,3 +171,13 @@ def fresh_runner(family: str, pages: int = 64, page_tokens: int = 8, form: str =
     made = runner(family, pages, page_tokens, form)
     runner.cache_clear()
     return made
+
+
+def model_of_words(family: str, **options: Any) -> Any:
+    """Return a tiny model of transformers whose vocabulary is that of `tokenizer`."""
+    words = tokenizer()
+    torch.manual_seed(6)
+    torch.set_num_threads(1)
+    sizes = _SIZES | {"vocab_size": len(words), "eos_token_id": words.eos_token_id, "bos_token_id": None}
+    made = AutoConfig.for_model(family, **sizes | options)
+    return AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.scheduler_harness import plan_of
-from weftline.engine.scheduler.recovery import DIGESTS_MAX, KEPT_MS, Quarantine, Recovery
+from weftline.engine.scheduler.recovery import DIGESTS_MAX, KEPT_MS, TRIED_AGAIN, Quarantine, Recovery
 from weftline.engine.scheduler.request import Request, Task
 from weftline.engine.scheduler.routes import Routes
 from weftline.pipelines.spec.builder import Builder
@@ -63,6 +63,12 @@ def test_deaths_do_not_use_up_the_attempts_that_a_step_allows() -> None:
 def test_waits_double() -> None:
     recovery, (task,) = tasks(1, retry={"attempts": 3, "wait_ms": 10})
     assert [recovery.try_again_in_ms(task, "StepError", False) for _ in range(4)] == [10.0, 20.0, 40.0, None]
+
+
+@pytest.mark.parametrize("error", sorted(TRIED_AGAIN))
+def test_what_may_pass_is_tried_again(error: str) -> None:
+    recovery, (task,) = tasks(1, retry=1)
+    assert recovery.try_again_in_ms(task, error, False) == 0.0
 
 
 @pytest.mark.parametrize("error", ["InputError", "RequestCancelled"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -103,3 +104,21 @@ def test_a_granted_buffer_is_found_among_other_messages_and_these_are_kept() -> 
     assert inbox.cancels.cancelled == {5}
     taken = [inbox.pop() for _ in range(3)]
     assert taken == [msg.CancelItems(0, (5,)), run(2), run(3)]
+
+
+def test_waiting_ends_for_a_descriptor_and_for_a_message() -> None:
+    channel, inbox = pair()
+    wake = os.eventfd(0)
+    try:
+        os.eventfd_write(wake, 1)
+        inbox.wait_message([wake])
+        assert not inbox
+        say(channel, run(1))
+        inbox.wait_message([wake])
+        assert inbox.pop() == run(1)
+        os.eventfd_read(wake)
+        say(channel, run(2))
+        inbox.wait_message([wake])
+        assert inbox.pop() == run(2)
+    finally:
+        os.close(wake)

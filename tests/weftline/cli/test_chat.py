@@ -73,6 +73,9 @@ class Answers:
     def _pieces(self, answer: Any) -> Iterator[StreamedOutput]:
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, tuple):
+            reasoning, answer = answer
+            yield from (StreamedOutput("reasoning", word, False) for word in reasoning.split())
         words = ["Well,"] if answer is ... else re.findall(r"\S+\s*", answer)
         yield from (StreamedOutput("text", word, False) for word in words)
         if answer is ...:
@@ -106,6 +109,14 @@ def typed(step: ChatStep, ask: Any, *lines: str, conversation: Conversation | No
     err = Tty()
     Chat(step, conversation or Conversation(), {}, ask, Typed(lines, err)).run()
     return re.sub(r"\x1b\[\dm", "", err.getvalue())
+
+
+def test_reasoning_is_shown_on_a_terminal_and_never_kept(step: ChatStep) -> None:
+    conversation = Conversation()
+    assert "Hm,well." in typed(step, Answers(("Hm, well.", "Two.")), "How many?", conversation=conversation)
+    assert [one["content"] for one in conversation.messages] == ["How many?", "Two."]
+    code, out, err = talk(step, Answers(("Hm, well.", "Two.")), "How many?\n")
+    assert (code, out) == (0, "Two.\n") and "Hm" not in err
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from weftline.cli.save import annotated, make_folder, picture_of, save_outputs
 from weftline.errors import WeftlineError
@@ -93,3 +94,44 @@ def test_each_element_of_a_list_has_a_file_and_what_is_absent_has_none(tmp_path:
     saved = save_outputs(plan, {}, {"cuts": [PICTURE, PICTURE[:8]], "none": None}, tmp_path)
     assert saved == {"cuts.0": tmp_path / "cuts.0.png", "cuts.1": tmp_path / "cuts.1.png"}
     assert all(path.stat().st_size for path in saved.values())
+
+
+CODE = """
+def mark(photo: "image", points: "json", other: "json") -> {
+    "points": "json", "other": "json", "map": "int32[H, W]", "seen": "detections"
+}: ...
+"""
+
+SHAPES = """
+weftline: 1
+name: test
+inputs: {photo: image, points: json, other: json}
+steps:
+  a: {node: function, function: shapes.py:mark, inputs: {photo: photo, points: points, other: other}}
+outputs: {points: a.points, other: a.other, map: a.map, seen: a.seen}
+"""
+
+
+def test_masks_and_keypoints_are_drawn_into_their_picture(tmp_path: Path) -> None:
+    (tmp_path / "shapes.py").write_text(CODE)
+    plan = make_plan(load_yaml(SHAPES, "test.yaml", tmp_path), Machine(2, 8 << 30))
+    points = [{"box": [0, 0, 9, 9], "points": [{"name": "a", "x": 20, "y": 30, "score": 0.9}]}]
+    marked = np.zeros((64, 96), np.int32)
+    marked[:32] = 1
+    outputs = {"points": points, "other": [1, 2], "map": marked, "seen": FOUND}
+    saved = save_outputs(plan, {"photo": PICTURE}, outputs, tmp_path)
+    assert {name: path.name for name, path in saved.items()} == {
+        "points": "points.png", "map": "map.npy", "seen": "seen.json",
+    }  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["map.png", "points.png", "seen.png"]
+    assert np.asarray(Image.open(tmp_path / "points.png"))[30, 20].tolist() == [230, 60, 60]
+    covered = np.asarray(Image.open(tmp_path / "map.png"))
+    assert (covered[:32] == (244, 167, 167)).all() and (covered[32:] == 255).all()
+
+
+def test_boxes_lie_above_masks_and_below_keypoints() -> None:
+    marked = np.ones((64, 96), np.int32)
+    points = [{"points": [{"name": "a", "x": 5, "y": 20}]}]
+    drawn = annotated(PICTURE, points, FOUND, "text", marked, None)
+    assert drawn[29, 20].tolist() == [230, 60, 60] and drawn[20, 5].tolist() == [230, 60, 60]
+    assert drawn[40, 60].tolist() == [244, 167, 167]

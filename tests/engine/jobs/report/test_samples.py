@@ -27,6 +27,7 @@ from weftline.engine.jobs.report.samples import (
 )
 from weftline.engine.jobs.rows import Unusable
 from weftline.nodes.detections import Detections
+from weftline.nodes.shapes import encode_mask
 
 
 def png() -> bytes:
@@ -88,6 +89,28 @@ def test_boxes_are_drawn_when_one_input_is_a_picture() -> None:
         (piece,) = small(Sample("1", inputs, boxes)).outputs["things"].pieces
         assert (piece.picture is not None) == drawn
         assert piece.text.startswith("1 blue block, 1 red block\nred block 0.97 [100, 80, 300, 200]")
+
+
+def test_masks_keypoints_and_oriented_boxes_are_drawn_into_the_picture() -> None:
+    white = np.full((480, 480, 3), 255, np.uint8)
+    marked = np.zeros((480, 480), np.int32)
+    marked[100:200, 100:200] = 1
+    corners = [[100, 100], [300, 100], [300, 300], [100, 300]]
+    for value, (x, y), clear in (
+        (marked, (75, 75), (150, 150)),
+        ([encode_mask(marked == 1)], (75, 75), (150, 150)),
+        ([{"box": [], "points": [{"name": "a", "x": 100, "y": 200, "score": 1.0}]}], (50, 100), (75, 75)),
+        ([{"corners": corners}], (50, 100), (75, 75)),
+    ):
+        (piece,) = small(Sample("1", {"image": white}, {"out": value})).outputs["out"].pieces
+        assert piece.picture is not None and piece.text
+        seen = pixels(piece.picture)
+        assert seen.shape == (240, 240, 3) and (seen[clear[1], clear[0]] > 240).all()
+        assert seen[y, x, 0] > 200 and seen[y, x, 1] < 190, "red"
+        (piece,) = small(Sample("1", {"image": white[:100]}, {"out": value})).outputs["out"].pieces
+        assert (piece.picture is None) == isinstance(value, np.ndarray), "a map of another size"
+        assert small(Sample("1", {}, {"out": value})).outputs["out"].pieces[0].picture is None
+    assert small(Sample("1", {"image": white}, {"out": [1, 2]})).outputs["out"].pieces[0].picture is None
 
 
 def test_lists_show_their_first_elements() -> None:

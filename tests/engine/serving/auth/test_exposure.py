@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.serving.auth.exposure import check_exposure, is_loopback
+from weftline.engine.loopback import is_loopback
+from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, Tls
 from weftline.errors import PipelineError
 

@@ -19,11 +19,12 @@ from starlette.routing import Match
 
 from tests.engine.serving.http.backends import Functions, chatting
 from tests.engine.serving.http.hosted import Hosted, hosted
+from weftline.engine.loopback import is_loopback
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.auth.tokens import TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.middleware import _is_local_name, is_loopback
+from weftline.engine.serving.http.middleware import _is_local_name
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.routes import routes
 

@@ -53,7 +53,6 @@ def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
         ("best_of", 3),
         ("suffix", "x"),
         ("reasoning_effort", "high"),
-        ("parallel_tool_calls", False),
         ("chat_template", "{{ x }}"),
         ("modalities", ["audio"]),
     ],
@@ -65,7 +64,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(field: str, val
 
 
 def test_fields_that_ask_for_what_happens_anyway_are_no_reason_to_refuse() -> None:
-    chat({"best_of": 1, "suffix": "", "modalities": ["text"], "functions": None, "parallel_tool_calls": True})
+    chat({"best_of": 1, "suffix": "", "modalities": ["text"], "functions": None})
 
 
 def test_a_model_without_sampling_options_takes_only_what_asks_for_nothing() -> None:

@@ -53,6 +53,14 @@ async def forever(ask: Ask) -> dict[str, Any]:
     return {}
 
 
+def thinking(count: int, calls: bool) -> dict[str, Any]:
+    """Return outputs like those of an llm step whose answers have reasoning, and calls where there are tools."""
+    finish = "tool_calls" if calls else "stop"
+    one = {"text": "" if calls else "yes", "reasoning": "hm", "finish_reason": finish}
+    answers = [{"index": at} | one | ({"tool_calls": [CALL, CALL]} if calls else {}) for at in range(count)]
+    return {"reply": one["text"], "reasoning": "hm", "usage": {"finish_reason": finish}, "answers": answers}
+
+
 MODELS = {
     "chat": chatting(answer),
     "fail": chatting(fail, "fail"),
@@ -62,6 +70,16 @@ MODELS = {
     "calls": (
         info("calls", {"messages": "json", "tools": "json"}, {"text": "text", "tool_calls": "json"}),
         lambda ask: {"text": "", "tool_calls": [CALL]},
+    ),
+    "thinks": (
+        info(
+            "thinks",
+            {"messages": "json", "tools": "json?", "sampling": "json?"},
+            {"reasoning": "text", "reply": "text", "usage": "json", "answers": "json"},
+            "reasoning",
+            "reply",
+        ),
+        lambda ask: thinking(ask.inputs.get("sampling", {}).get("n", 1), "tools" in ask.inputs),
     ),
     "numbers": (info("numbers", {"x": "float32[3]"}, {"y": "float32[3]"}), lambda ask: {}),
 }
@@ -161,8 +179,41 @@ def test_tool_calls_that_a_pipeline_gives_are_passed_through(client: openai.Open
     assert response.choices[0].message.tool_calls is not None
     assert response.choices[0].message.tool_calls[0].id == "c1"
     chunks = list(client.chat.completions.create(model="calls", messages=HI, tools=tools, stream=True))
-    assert [c.choices[0].delta.tool_calls[0].function.name for c in chunks if c.choices[0].delta.tool_calls] == ["f"]
+    pieces = [c.choices[0].delta.tool_calls[0] for c in chunks if c.choices[0].delta.tool_calls]
+    assert [(one.index, one.id, one.function and one.function.name) for one in pieces] == [
+        (0, "c1", "f"),
+        (0, None, None),
+    ]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_reasoning_is_apart_from_the_content(client: openai.OpenAI, n: int) -> None:
+    for one in client.chat.completions.create(model="thinks", messages=HI, n=n).choices:
+        assert one.message.content == "yes" and one.finish_reason == "stop" and one.message.tool_calls is None
+        assert one.message.model_extra == {"reasoning_content": "hm"}
+    texts = [["", ""] for _ in range(n)]
+    for chunk in client.chat.completions.create(model="thinks", messages=HI, n=n, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index][0] += (choice.delta.model_extra or {}).get("reasoning_content", "")
+        texts[choice.index][1] += choice.delta.content or ""
+    assert texts == [["hm", "yes"]] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_are_found_in_the_answers_without_an_output(client: openai.OpenAI, n: int) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}]
+    response = client.chat.completions.create(model="thinks", messages=HI, tools=tools, n=n)
+    assert len(response.choices) == n
+    for one in response.choices:
+        assert one.message.content is None and one.finish_reason == "tool_calls"
+        assert [call.model_dump() for call in one.message.tool_calls or ()] == [CALL, CALL]
+    with client.chat.completions.stream(model="thinks", messages=HI, tools=tools, n=n) as stream:
+        streamed = stream.get_final_completion()
+    for one in streamed.choices:
+        assert [call.function.name for call in one.message.tool_calls or ()] == ["f", "f"]
+        assert [call.function.arguments for call in one.message.tool_calls or ()] == ["{}", "{}"]
+        assert one.finish_reason == "tool_calls" and not one.message.content
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,16 @@ from weftline.engine.serving.openai.messages import chat_inputs, read_conversati
 from weftline.engine.serving.openai.ports import chat_ports
 
 LLM = chat_ports(info("m", {"messages": "json", "tools": "json?", "photo": "image?"}, {"text": "text"}))
+CHOOSES = chat_ports(
+    info(
+        "m",
+        {"messages": "json", "tools": "json?", "tool_choice": "json?", "parallel_tool_calls": "json?"},
+        {"text": "text"},
+    )
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+SAID = [{"role": "user", "content": "x"}]
 PLAIN = chat_ports(info("m", {"question": "text"}, {"text": "text"}))
 PNG = b"\x89PNG picture"
 URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
@@ -36,14 +46,14 @@ def test_a_conversation_with_tool_calls_reaches_the_llm_step_as_it_is_said() -> 
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "audio": None},
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
-    inputs = chat_inputs(body({"messages": said, "tools": [{"type": "function"}]}), LLM)
+    inputs = chat_inputs(body({"messages": said, "tools": [TOOL]}), LLM)
     assert inputs["messages"] == [
         {"role": "developer", "content": "be short"},
         {"role": "user", "content": "what now?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
-    assert inputs["tools"] == [{"type": "function"}]
+    assert inputs["tools"] == [TOOL]
     check_messages(inputs["messages"])
 
 
@@ -121,14 +131,57 @@ def test_too_many_pictures_are_refused_rather_than_forgotten() -> None:
         chat_inputs(body({"messages": [user(picture(), picture())]}), LLM)
 
 
-def test_tools_are_refused_where_none_can_be_called_and_never_forced() -> None:
-    said = [{"role": "user", "content": "x"}]
-    for fields in ({"tools": [{}], "tool_choice": "required"}, {"tools": "x"}, {"tools": ["x"]}):
-        with pytest.raises(HttpError):
-            chat_inputs(body({"messages": said} | fields), LLM)
-    with pytest.raises(HttpError, match="has no tools"):
-        chat_inputs(body({"messages": said, "tools": [{}]}), PLAIN)
-    assert "tools" not in chat_inputs(body({"messages": said, "tools": [{}], "tool_choice": "none"}), LLM)
+def test_tools_are_passed_with_their_choice() -> None:
+    for fields in ({"tool_choice": "required"}, {"tool_choice": NAMED}, {"parallel_tool_calls": False}):
+        inputs = chat_inputs(body({"messages": SAID, "tools": [TOOL]} | fields), CHOOSES)
+        assert inputs == {"messages": SAID, "tools": [TOOL]} | fields
+    for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}):
+        assert chat_inputs(body({"messages": SAID, "tools": [TOOL]} | fields), LLM) == {
+            "messages": SAID,
+            "tools": [TOOL],
+        }
+    for fields in ({"tools": [TOOL], "tool_choice": "none"}, {"tools": []}, {"parallel_tool_calls": False}):
+        assert chat_inputs(body({"messages": SAID} | fields), CHOOSES) == {"messages": SAID}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": "x"}, "tools", "a list"),
+        ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+        ({"tools": ["x"]}, "tools", r"tools\[0\].function.name"),
+        (
+            {"tools": [TOOL, {"type": "function", "function": {"name": "n" * 257}}]},
+            "tools",
+            r"tools\[1\].function.name",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "only function is supported"),
+        ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools", "a JSON schema"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "expected none, auto, required"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "expected none, auto, required"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "found 'g'"),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+    ],
+)
+def test_wrong_tools_are_refused_by_the_name_of_their_field(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(HttpError, match=message) as refused:
+        chat_inputs(body({"messages": SAID} | fields), CHOOSES)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ],
+)
+def test_tools_are_refused_where_the_model_has_no_input_for_them(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError, match=f"add an input `{param}: json`") as refused:
+        chat_inputs(body({"messages": SAID, "tools": [TOOL]} | fields), LLM if fields else PLAIN)
+    assert refused.value.param == param
 
 
 SEES = chat_ports(info("m", {"messages": "json", "images": "list[image]?"}, {"text": "text"}))

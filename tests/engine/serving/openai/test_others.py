@@ -44,6 +44,26 @@ def ranks(ask: Ask) -> dict[str, Any]:
     return {"scores": np.array(short, np.float32), "usage": {"prompt_tokens": 7}}
 
 
+TIMED = [
+    {
+        "start": 0.25, "end": 1.5, "text": "Good <morning>", "no_speech": 0.01, "logprob": -0.25,
+        "words": [
+            {"word": " Good", "start": 0.25, "end": 0.5, "probability": 0.9},
+            {"word": " <morning>", "start": 0.5, "end": 1.5, "probability": 0.8},
+        ],
+    },
+    {"start": 1.5, "end": 1.75, "text": "world", "words": [{"word": " world", "start": 1.5, "end": 1.75}]},
+]  # fmt: skip
+
+
+def hears(ask: Ask) -> dict[str, Any]:
+    wanted = ask.inputs.get("language", "en")
+    segments: Any = {"xx": "none", "yy": [{"start": "0"}], "zz": [{"start": 0, "end": 1, "text": "a"}]}.get(
+        wanted, TIMED
+    )
+    return {"text": f"Good <morning> world, {ask.inputs['task']}", "segments": segments, "language": wanted}
+
+
 SPOKEN = np.sin(np.arange(8000, dtype=np.float32) / 9)
 RANK_INPUTS = {"query": "text", "passages": "list[text]"}
 MODELS = {
@@ -60,6 +80,14 @@ MODELS = {
     "ears": (
         info("ears", {"speech": "audio", "language": "text?"}, {"text": "text"}, "text"),
         lambda ask: {"text": f"{len(ask.inputs['speech'])} bytes of {ask.inputs.get('language', 'speech')}"},
+    ),
+    "timed-ears": (
+        info(
+            "timed-ears",
+            {"speech": "audio", "language": "text?", "task": "text?"},
+            {"text": "text", "segments": "json", "language": "text", "srt": "text"},
+        ),
+        hears,
     ),
 }
 
@@ -301,20 +329,87 @@ def test_a_transcription_streams(client: openai.OpenAI) -> None:
     assert events[-1].text == "4 bytes of speech"
 
 
+VERBOSE = {"model": "timed-ears", "response_format": "verbose_json"}
+
+
+def wav(seconds: float) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(int(seconds * 8000), np.float32), 8000, format="WAV")
+    return out.getvalue()
+
+
+def test_segments_and_words_of_a_transcription(client: openai.OpenAI) -> None:
+    create = client.audio.transcriptions.create
+    found = create(model="timed-ears", file=wav(2.5), language="de", response_format="verbose_json")
+    assert (found.text, found.language, found.duration) == ("Good <morning> world, transcribe", "de", 2.5)
+    assert found.segments is not None and found.words is None
+    assert [(one.id, one.start, one.end, one.text) for one in found.segments] == [
+        (0, 0.25, 1.5, "Good <morning>"),
+        (1, 1.5, 1.75, "world"),
+    ]
+    assert (found.segments[0].no_speech_prob, found.segments[0].avg_logprob) == (0.01, -0.25)
+    words = create(model="timed-ears", file=wav(1), response_format="verbose_json", timestamp_granularities=["word"])
+    assert words.segments is None and words.words is not None
+    assert [(one.word, one.start, one.end) for one in words.words] == [
+        ("Good", 0.25, 0.5), ("<morning>", 0.5, 1.5), ("world", 1.5, 1.75),
+    ]  # fmt: skip
+    both = create(
+        model="timed-ears", file=wav(1), response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert len(both.segments or []) == 2 and len(both.words or []) == 3
+
+
+def test_subtitles_of_a_transcription(client: openai.OpenAI) -> None:
+    create = client.audio.transcriptions.create
+    assert create(model="timed-ears", file=b"RIFF", response_format="srt") == (
+        "1\n00:00:00,250 --> 00:00:01,500\nGood <morning>\n\n2\n00:00:01,500 --> 00:00:01,750\nworld\n"
+    )
+    assert create(model="timed-ears", file=b"RIFF", response_format="vtt").startswith(
+        "WEBVTT\n\n00:00:00.250 --> 00:00:01.500\nGood &lt;morning&gt;\n"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
+def test_a_recording_is_translated(client: openai.OpenAI, endpoint: Hosted) -> None:
+    create = client.audio.translations.create
+    assert create(model="timed-ears", file=b"RIFF").text == "Good <morning> world, translate"
+    verbose = create(model="timed-ears", file=wav(1.5), response_format="verbose_json")
+    assert (verbose.duration, len(verbose.segments or [])) == (1.5, 2)
+    assert " --> " in create(model="timed-ears", file=b"RIFF", response_format="srt")
+    response = httpx.post(
+        f"{endpoint.url}/v1/audio/translations", data={"model": "ears"}, files={"file": ("x", b"RIFF")}
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+    assert "no input `task` (text)" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("language", ["xx", "yy"])
+def test_segments_without_times_are_a_fault_of_the_pipeline(endpoint: Hosted, language: str) -> None:
+    fields = {"model": "timed-ears", "response_format": "srt", "language": language}
+    response = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=fields, files={"file": ("x", b"RIFF")})
+    assert response.status_code == 500
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"prompt": "names"}, "prompt"),
         ({"response_format": "srt"}, "response_format"),
+        ({"response_format": "aac", "model": "timed-ears"}, "response_format"),
         ({"temperature": "0.7"}, "temperature"),
         ({"timestamp_granularities[]": "word"}, "timestamp_granularities[]"),
+        (VERBOSE | {"timestamp_granularities[]": "letter"}, "timestamp_granularities[]"),
+        (VERBOSE | {"timestamp_granularities[]": "word", "language": "zz"}, "timestamp_granularities[]"),
+        (VERBOSE | {"stream": "true"}, "stream"),
+        (VERBOSE | {"prompt": "names"}, "prompt"),
+        ({"include[]": "logprobs"}, "include[]"),
         ({"model": "embed"}, "model"),
         ({"model": ""}, "model"),
     ],
 )
 def test_transcriptions_refuse_by_name(endpoint: Hosted, fields: dict[str, str], param: str) -> None:
     response = httpx.post(
-        f"{endpoint.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", b"RIFF")}
+        f"{endpoint.url}/v1/audio/transcriptions", data={"model": "ears"} | fields, files={"file": ("x", wav(1))}
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 

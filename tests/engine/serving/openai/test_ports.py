@@ -9,6 +9,7 @@ from weftline.engine.serving.openai.ports import (
     rerank_ports,
     speech_ports,
     transcription_ports,
+    translation_ports,
     vector_length,
 )
 
@@ -103,6 +104,23 @@ def test_transcription_wants_one_audio_input() -> None:
     for inputs in ({"text": "text"}, {"a": "audio", "b": "audio"}):
         with pytest.raises(HttpError, match="one is needed"):
             transcription_ports(info("m", inputs, {"text": "text"}))
+
+
+def test_times_and_tasks_of_a_transcription_are_optional() -> None:
+    inputs = {"speech": "audio", "task": "text?"}
+    outputs = {"text": "text", "segments": "json", "language": "text", "srt": "text", "vtt": "text"}
+    ports = translation_ports(info("m", inputs, outputs))
+    assert (ports.output, ports.task, ports.segments, ports.detected) == ("text", "task", "segments", "language")
+    plain = transcription_ports(info("m", {"speech": "audio"}, {"text": "text", "segments": "text"}))
+    assert (plain.task, plain.segments, plain.detected) == (None, None, None)
+    with pytest.raises(HttpError, match="cannot translate recordings"):
+        translation_ports(info("m", {"speech": "audio"}, {"text": "text"}))
+
+
+def test_an_optional_task_is_not_what_the_user_says() -> None:
+    ports = chat_ports(info("m", {"speech": "audio", "task": "text?"}, {"text": "text"}))
+    assert (ports.prompt, [one.name for one in ports.audio]) == (None, ["speech"])
+    assert completion_ports(info("m", {"task": "text"}, {"text": "text"})).prompt == "task"
 
 
 def test_speech_wants_a_text_and_one_recording() -> None:

@@ -1,0 +1,47 @@
+"""Ports of llm steps: those of requests that generate, whatever engine answers them, and those of the other tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weftline.engine.llm.options import LlmConfig
+from weftline.nodes.embed import embedding_width
+from weftline.nodes.ports import Port, Ports, port
+
+TENANT = port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants")
+
+
+def request_inputs(*images: Port) -> tuple[Port, ...]:
+    """Return the inputs of a request that every engine has. images: the input for pictures, where the model sees."""
+    return (
+        port("prompt", "text", optional=True, about="user message; either this or messages"),
+        port("messages", "json", optional=True, about="a conversation: [{role, content}, ...]"),
+        *images,
+        port("tools", "json", optional=True, about="tool definitions, as OpenAI's"),
+        port("tool_choice", "json", optional=True, about="auto, none, required, or one function, as OpenAI's"),
+        port("parallel_tool_calls", "json", optional=True, about="false: at most one call"),
+        port("sampling", "json", optional=True, about="changes to the step's sampling options, by key"),
+    )
+
+
+def answer_outputs(reasoning: str = "the text between <think> and </think>") -> tuple[Port, ...]:
+    """Return the outputs of an answer. reasoning: description of that output."""
+    return (
+        port("text", "text", pieces=True, about="the answer, without reasoning and tool calls"),
+        port("reasoning", "text", pieces=True, about=reasoning),
+        port("tool_calls", "json", about="the calls of tools: [{id, type, function: {name, arguments}}, ...]"),
+        port("usage", "json", about="prompt, completion and cached tokens, and finish_reason"),
+        port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
+    )
+
+
+def head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
+    """Return the ports of a step with task embed or classify."""
+    text = port("text", "text", about="the text to embed or classify")
+    usage = port("usage", "json", about="prompt and cached tokens")
+    if config.task == "classify":
+        return Ports((text, TENANT), (port("scores", "json", about="the model's score for each of its labels"), usage))
+    width = embedding_width(found, config.model)
+    return Ports(
+        (text, TENANT), (port("embedding", f"float32[{width}]", about="the text's vector, of length 1"), usage)
+    )

@@ -1,0 +1,247 @@
+"""Download of models from object stores through fsspec, into the cache of `model_store`.
+
+    pinned = fetch("s3://bucket/models/chat", None, {}, print)     # lists the folder, and pins what it holds
+    fetch("s3://bucket/models/chat", pinned, {}, print)            # fetches what is missing or was changed
+
+A file is downloaded as NAME.part, which a later call goes on with, and gets its name once its size and its SHA-256 are
+right. A file lock on the folder makes calls that run at the same time wait for each other, in other processes too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import posixpath
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weftline.errors import MissingPackage, ModelError, first_line
+from weftline.nodes.model_store import (
+    FILES_MAX,
+    MODEL_BYTES_MAX,
+    SINGLE,
+    StoredFile,
+    StoredModel,
+    cache_dir,
+    changed_files,
+    is_name,
+    needed_files,
+    sha256_of,
+)
+
+CHUNK_BYTES = 8 << 20
+DOWNLOADS_MAX = 4
+"""Most files that are downloaded at a time."""
+INDEX_BYTES_MAX = 64 << 20
+LISTED_MAX = 16 * FILES_MAX
+DEPTH_MAX = 3
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file of a store. version: changes with its content, as far as the store tells."""
+
+    path: str
+    size_bytes: int
+    version: str
+
+
+def fetch(url: str, pinned: StoredModel | None, storage: Mapping[str, Any], report: Report) -> StoredModel:
+    """Have a model in the cache and return it, pinned; ModelError where it cannot be fetched.
+
+    pinned:  what its files must be; None: what the store has now.
+    storage: options of the store for fsspec.
+    report:  receives a line about each download.
+    """
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    if pinned is not None:
+        with _locked(pinned.folder):
+            for one in changed_files(pinned):
+                (pinned.folder / one.name).unlink(missing_ok=True)
+            if missing := pinned.missing():
+                _reserve(sum(one.size_bytes for one in missing), url)
+                system, root = _connect(url, storage)
+                paths = {one.name: _Listed(_below(root, one.name, url), one.size_bytes, "") for one in missing}
+                hashes = {one.name: one.sha256 for one in missing}
+                _download(system, paths, hashes, pinned.folder, url, report)
+        return pinned
+    system, root = _connect(url, storage)
+    listed = _list(system, root, url)
+    what = json.dumps([url, *((name, one.size_bytes, one.version) for name, one in listed.items())])
+    folder = cache_dir() / f"new-{hashlib.sha256(what.encode()).hexdigest()}"
+    with _locked(folder):
+        _reserve(sum(one.size_bytes for one in listed.values()), url)
+        hashes = _download(system, listed, {}, folder, url, report)
+        files = tuple(StoredFile(name, one.size_bytes, hashes[name]) for name, one in listed.items())
+        found = StoredModel(url, files)
+        with _locked(found.folder):
+            _publish(folder, found)
+    return found
+
+
+def _publish(folder: Path, model: StoredModel) -> None:
+    """Move a downloaded folder to its place; one that is there already keeps what is right of it."""
+    if not model.folder.exists():
+        folder.rename(model.folder)
+        return
+    for one in changed_files(model):
+        target = model.folder / one.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / one.name).replace(target)
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of the cache; wait for another process that has it."""
+    with folder.with_name(f"{folder.name}.lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there."""
+    if "::" in url or "@" in url.partition("://")[2].partition("/")[0]:
+        raise ModelError(f"model {url}: expected a plain URL, without a chain of file systems or a password")
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingPackage("fsspec", "batch") from None
+    try:
+        system, root = url_to_fs(url, **storage)
+    except ImportError as error:  # it names the package of the protocol
+        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+        name = package.get(url.partition("://")[0], "the package of its protocol")
+        raise ModelError(f"model {url}: {first_line(error):.200}\n    fix: pip install {name}") from None
+    except Exception as error:
+        raise ModelError(f"model {url}: {first_line(error):.200}") from None
+    return system, root.rstrip("/")
+
+
+def _below(root: str, name: str, url: str) -> str:
+    return root if url.endswith(SINGLE) else f"{root}/{name}"
+
+
+def _list(system: Any, root: str, url: str) -> dict[str, _Listed]:
+    """Return the files of a model in a store, by name; ModelError where it is none, or too large."""
+    try:
+        system.invalidate_cache()
+        if url.endswith(SINGLE):
+            found = {posixpath.basename(root): system.info(root)}
+        else:
+            every = system.find(root, maxdepth=DEPTH_MAX, detail=True)
+            found = {posixpath.relpath(path, root): info for path, info in every.items()}
+    except Exception as error:  # stores raise exceptions of their own
+        raise ModelError(f"model {url}: it cannot be listed: {_reason(error)}") from None
+    if not found or len(found) > LISTED_MAX:
+        raise ModelError(f"model {url}: {len(found)} files there, expected 1 to {LISTED_MAX}")
+    names = list(found) if url.endswith(SINGLE) else needed_files(list(found), url)
+    if not all(map(is_name, names)):
+        raise ModelError(f"model {url}: its name has characters that are not accepted")
+    listed = {name: _listed(_below(root, name, url), found[name]) for name in names}
+    if (size := sum(one.size_bytes for one in listed.values())) > MODEL_BYTES_MAX:
+        raise ModelError(f"model {url}: {size} bytes, expected at most {MODEL_BYTES_MAX}")
+    _check_shards(system, listed, url)
+    return listed
+
+
+def _listed(path: str, info: Mapping[str, Any]) -> _Listed:
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
+    return _Listed(path, int(info["size"]), version)
+
+
+def _check_shards(system: Any, listed: Mapping[str, _Listed], url: str) -> None:
+    """Raise ModelError when an index names a file that is not there."""
+    for name, one in listed.items():
+        if not name.endswith(".safetensors.index.json"):
+            continue
+        if one.size_bytes > INDEX_BYTES_MAX:
+            raise ModelError(f"model {url}: {name} has more than {INDEX_BYTES_MAX} bytes")
+        try:
+            shards = set(json.loads(system.cat_file(one.path))["weight_map"].values())
+        except Exception as error:
+            raise ModelError(f"model {url}: {name} cannot be read: {_reason(error)}") from None
+        folder = posixpath.dirname(name)
+        missing = sorted(shard for shard in shards if posixpath.join(folder, str(shard)) not in listed)
+        if missing:
+            raise ModelError(f"model {url}: {missing[0]} is missing, which {name} names ({len(missing)} in all)")
+
+
+def _reserve(size_bytes: int, url: str) -> None:
+    free = shutil.disk_usage(cache_dir()).free
+    if size_bytes > free:
+        raise ModelError(
+            f"model {url}: {size_bytes} bytes to download, {free} are free in {cache_dir()}\n"
+            "    fix: free some, or set XDG_CACHE_HOME to another disk"
+        )
+
+
+def _download(
+    system: Any, listed: Mapping[str, _Listed], hashes: Mapping[str, str], folder: Path, url: str, report: Report
+) -> dict[str, str]:
+    """Download files into `folder` and return their SHA-256 by name; those in `hashes` must have that one."""
+
+    def one(name: str) -> str:
+        file, target = listed[name], folder / name
+        if target.is_file() and target.stat().st_size == file.size_bytes:
+            return sha256_of(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        report(f"{name}: {file.size_bytes} bytes")
+        part = target.with_name(f"{target.name}.part")
+        resumed = part.exists()
+        found = _fill(system, file, part, url)
+        if resumed and found != hashes.get(name, found):  # what was there may have been of another file
+            part.unlink()
+            found = _fill(system, file, part, url)
+        if found != hashes.get(name, found):
+            part.unlink()
+            raise ModelError(
+                f"model {url}: {name} has the SHA-256 {found}, but {hashes[name]} is pinned\n"
+                "    fix: restore the file in the store, or pin what is there now: `weftline fetch --update`"
+            )
+        part.replace(target)
+        return found
+
+    with ThreadPoolExecutor(max_workers=DOWNLOADS_MAX) as threads:
+        return dict(zip(listed, threads.map(one, listed), strict=True))
+
+
+def _fill(system: Any, file: _Listed, part: Path, url: str) -> str:
+    """Download what is missing at the end of `part`, and return the SHA-256 of the whole."""
+    have = part.stat().st_size if part.exists() else 0
+    if have > file.size_bytes:
+        part.unlink()
+        have = 0
+    whole = hashlib.sha256()
+    with part.open("a+b") as local:
+        local.seek(0)
+        while chunk := local.read(CHUNK_BYTES):
+            whole.update(chunk)
+        try:
+            if have < file.size_bytes:
+                with system.open(file.path, "rb", block_size=CHUNK_BYTES) as remote:
+                    remote.seek(have)
+                    while have < file.size_bytes and (chunk := remote.read(min(CHUNK_BYTES, file.size_bytes - have))):
+                        whole.update(chunk)
+                        local.write(chunk)
+                        have += len(chunk)
+        except Exception as error:  # what has arrived stays for the next time
+            raise ModelError(f"model {url}: {file.path} cannot be read: {_reason(error)}") from None
+        local.flush()
+        os.fsync(local.fileno())
+    if have != file.size_bytes:
+        raise ModelError(f"model {url}: {file.path} ends after {have} of {file.size_bytes} bytes")
+    return whole.hexdigest()
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error):.200}"

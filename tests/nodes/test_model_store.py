@@ -1,0 +1,354 @@
+"""Models named by URL: fetched through fsspec, pinned by their SHA-256, resumed, compared before each opening."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+import weftline
+from tests.engine.llm import tiny
+from tests.nodes import random_models
+from weftline.cli.fetch import fetch_file
+from weftline.errors import ModelError
+from weftline.nodes import model_download
+from weftline.nodes.classify import Classify
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
+from weftline.nodes.embed import Embed
+from weftline.nodes.model_download import fetch
+from weftline.nodes.model_file import find_model
+from weftline.nodes.model_store import LOCK, StoredModel, cache_dir, read_lock, verify, write_lock
+from weftline.nodes.transformers_tasks.node import Transformers
+from weftline.pipelines.check.options import to_config
+
+INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+FILES: dict[str, bytes] = {
+    "config.json": b"{}",
+    "tokenizer.json": b'{"a": 1}',
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-00001-of-00002.safetensors": bytes(range(256)) * 40,
+    "model-00002-of-00002.safetensors": b"second" * 999,
+    "1_Pooling/config.json": b'{"pooling": true}',
+    "pytorch_model.bin": b"pickled",
+    "README.md": b"# model",
+    ".gitattributes": b"x",
+}
+KEPT = {name for name in FILES if name not in ("pytorch_model.bin", "README.md", ".gitattributes")}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weftline" / "models"
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the URL of a model in a store."""
+    at = f"memory://{uuid.uuid4().hex}/m" if request.param == "memory" else f"file://{tmp_path}/store/m"
+    put(at, FILES)
+    yield at
+    if request.param == "memory":
+        fsspec.filesystem("memory").rm(at.removeprefix("memory:/"), recursive=True)
+
+
+def put(url: str, files: dict[str, bytes]) -> None:
+    system, root = fsspec.core.url_to_fs(url)
+    for name, data in files.items():
+        path = f"{root}/{name}" if name else root
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        system.pipe_file(path, data)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+def ignore(line: str) -> None:
+    pass
+
+
+def test_the_cache_is_below_the_users() -> None:
+    assert str(cache_dir()).startswith(os.environ["XDG_CACHE_HOME"])
+
+
+def test_a_fetched_model_is_a_folder_of_this_machine(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="is not pinned") as caught:
+        find_model(url, tmp_path)
+    assert "weftline fetch" in caught.value.fix
+    model = fetch(url, None, {}, ignore)
+    write_lock(tmp_path, {url: model})
+    folder = find_model(url, tmp_path)
+    assert folder is not None and contents(folder) == {name: FILES[name] for name in KEPT}
+    assert {one.name: one.sha256 for one in model.files} == {n: hashlib.sha256(FILES[n]).hexdigest() for n in KEPT}
+    assert read_lock(tmp_path)[url].folder == folder
+    assert find_model(f"{url}/", tmp_path) == folder
+    assert find_model(f"{url}/1_Pooling", tmp_path) == folder / "1_Pooling"
+    assert find_model(f"{url}/../..", tmp_path) is None and find_model(f"{url}/other", tmp_path) is None
+    verify({"model": url}, tmp_path, lambda phrase, fraction: None)
+
+
+def test_a_pinned_model_is_not_read_again(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fetch(url, None, {}, ignore)
+    monkeypatch.setattr(model_download, "_connect", lambda url, storage: pytest.fail("the store was read"))
+    assert fetch(url, model, {}, ignore) == model
+
+
+def test_changed_files_are_found_before_opening_and_replaced(tmp_path: Path, url: str) -> None:
+    model = fetch(url, None, {}, ignore)
+    write_lock(tmp_path, {url: model})
+    weights = model.folder / "model-00001-of-00002.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:-1] + b"!")
+    with pytest.raises(ModelError, match=r"model-00001-of-00002\.safetensors in the cache is not the file .* pins"):
+        verify({"draft_model": url}, tmp_path, lambda phrase, fraction: None)
+    lines: list[str] = []
+    fetch(url, model, {}, lines.append)
+    assert weights.read_bytes() == data and len(lines) == 1
+    weights.unlink()
+    with pytest.raises(ConfigError, match="is not on this machine: 1 of its 6 files are missing"):
+        find_model(url, tmp_path)
+
+
+def test_a_store_with_other_files_than_pinned_is_refused(url: str) -> None:
+    model = fetch(url, None, {}, ignore)
+    name = "model-00002-of-00002.safetensors"
+    (model.folder / name).unlink()
+    put(url, {name: b"SECOND" * 999})
+    with pytest.raises(ModelError, match=rf"{name} has the SHA-256 [0-9a-f]+, but [0-9a-f]+ is pinned"):
+        fetch(url, model, {}, ignore)
+    assert not (model.folder / name).exists() and not (model.folder / f"{name}.part").exists()
+    changed = fetch(url, None, {}, ignore)
+    assert changed.folder != model.folder and (changed.folder / name).read_bytes() == b"SECOND" * 999
+
+
+def test_an_interrupted_download_goes_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_download, "CHUNK_BYTES", 1000)
+    system, _ = fsspec.core.url_to_fs(url)
+    name = "model-00001-of-00002.safetensors"
+    opened: list[int] = []
+
+    class Breaking:
+        def __init__(self, file: Any, breaks: bool) -> None:
+            self.file, self.breaks = file, breaks
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def seek(self, place: int) -> None:
+            opened.append(place)
+            self.file.seek(place)
+
+        def read(self, count: int) -> bytes:
+            if self.breaks and self.file.tell() >= 3000:
+                raise OSError("connection lost")
+            return bytes(self.file.read(count))
+
+    real, breaks = type(system).open, [True]
+
+    def open_(self: Any, path: str, *a: Any, **k: Any) -> Any:
+        file = real(self, path, *a, **k)
+        return Breaking(file, breaks[0]) if path.endswith(name) else file
+
+    monkeypatch.setattr(type(system), "open", open_)
+    with pytest.raises(ModelError, match="cannot be read: OSError: connection lost"):
+        fetch(url, None, {}, ignore)
+    breaks[0] = False
+    model = fetch(url, None, {}, ignore)
+    assert opened == [0, 3000] and (model.folder / name).read_bytes() == FILES[name]
+    (model.folder / name).rename(model.folder / f"{name}.part")
+    with (model.folder / f"{name}.part").open("r+b") as part:
+        part.write(b"other")  # what was there is of another file: read from the start
+    fetch(url, model, {}, ignore)
+    assert opened[2:] == [0] and (model.folder / name).read_bytes() == FILES[name]
+
+
+def test_a_missing_shard_is_named(url: str) -> None:
+    system, root = fsspec.core.url_to_fs(url)
+    system.rm_file(f"{root}/model-00002-of-00002.safetensors")
+    with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is missing, which model\.safet.* names"):
+        fetch(url, None, {}, ignore)
+
+
+def test_a_model_above_the_limits_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(len(FILES[name]) for name in KEPT)
+    monkeypatch.setattr(model_download, "MODEL_BYTES_MAX", size - 1)
+    with pytest.raises(ModelError, match=f"{size} bytes, expected at most {size - 1}"):
+        fetch(url, None, {}, ignore)
+    monkeypatch.undo()
+    monkeypatch.setattr(model_download, "LISTED_MAX", 3)
+    with pytest.raises(ModelError, match="files there, expected 1 to 3"):
+        fetch(url, None, {}, ignore)
+
+
+def test_a_full_disk_is_reported_before_the_download(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(ModelError, match=r"bytes to download, 10 are free in .*\n    fix: free some"):
+        fetch(url, None, {}, ignore)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("memory://nothing/here", "0 files there"),
+        ("s3://key:secret@bucket/m", "without a chain of file systems or a password"),
+        ("simplecache::memory://m", "without a chain"),
+        ("nowhere://bucket/m", "Protocol not known: nowhere"),
+        ("memory://nothing/m.gguf", "it cannot be listed: FileNotFoundError"),
+    ],
+)
+def test_urls_that_cannot_be_fetched_say_why(url: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        fetch(url, None, {}, ignore)
+
+
+def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(url: str, **storage: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
+    with pytest.raises(ModelError, match=r"Install s3fs to access S3\n    fix: pip install s3fs"):
+        fetch("s3://bucket/m", None, {}, ignore)
+
+
+def test_pickled_weights_are_never_fetched() -> None:
+    at = f"memory://{uuid.uuid4().hex}/m"
+    put(at, {"pytorch_model.bin": b"x", "config.json": b"{}"})
+    with pytest.raises(ModelError, match=r"no file ends in \.gguf.*found pytorch_model\.bin; pickled weights are not"):
+        fetch(at, None, {}, ignore)
+
+
+def test_a_model_of_one_file_is_that_file(tmp_path: Path) -> None:
+    at = f"memory://{uuid.uuid4().hex}/chat.gguf"
+    put(at, {"": b"GGUF"})
+    model = fetch(at, None, {}, ignore)
+    write_lock(tmp_path, {at: model})
+    path = find_model(at, tmp_path)
+    assert path is not None and path.name == "chat.gguf" and path.read_bytes() == b"GGUF"
+
+
+def _fetch_in_process(url: str, start: Any, found: Any) -> None:
+    start.wait()
+    found.put(str(fetch(url, None, {}, ignore).folder))
+
+
+def test_downloads_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
+    at = f"file://{tmp_path}/store/m"
+    put(at, FILES)
+    here = multiprocessing.get_context("fork")
+    start, found = here.Event(), here.Queue()
+    processes = [here.Process(target=_fetch_in_process, args=(at, start, found)) for _ in range(4)]
+    for one in processes:
+        one.start()
+    start.set()
+    folders = {found.get(timeout=30) for _ in processes}
+    for one in processes:
+        one.join(30)
+    assert len(folders) == 1 and contents(Path(folders.pop())) == {name: FILES[name] for name in KEPT}
+    assert not list(cache_dir().glob("new-*[!k]"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"models": {"s3://b/m": {}}}',
+        '{"models": {"s3://b/m": {"../x": {"bytes": 1, "sha256": "' + "0" * 64 + '"}}}}',
+        '{"models": {"s3://b/m": {"/etc/x": {"bytes": 1, "sha256": "' + "0" * 64 + '"}}}}',
+        '{"models": {"s3://b/m": {"x.json": {"bytes": -1, "sha256": "' + "0" * 64 + '"}}}}',
+        '{"models": {"s3://b/m": {"x.json": {"bytes": 1, "sha256": "0"}}}}',
+        '{"models": {"s3://b/m": {"x.json": {"bytes": 1}}}}',
+    ],
+)
+def test_a_damaged_lock_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / LOCK).write_text(text)
+    with pytest.raises(ConfigError, match=r"models\.lock\.json is damaged"):
+        find_model("s3://b/m", tmp_path)
+
+
+def test_the_digest_of_a_model_depends_on_names_sizes_and_hashes(tmp_path: Path, url: str) -> None:
+    model = fetch(url, None, {}, ignore)
+    first, *rest = model.files
+    for other in (
+        type(first)("x.json", first.size_bytes, first.sha256),
+        type(first)(first.name, first.size_bytes + 1, first.sha256),
+        type(first)(first.name, first.size_bytes, "0" * 64),
+    ):
+        assert StoredModel(url, (other, *rest)).folder != model.folder
+    assert StoredModel("s3://other", tuple(reversed(model.files))).folder == model.folder
+
+
+def test_the_command_pins_the_models_of_a_file(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {words: text}\noutputs: {out: answer.text}\n"
+        f"steps: {{answer: {{node: llm, model: '{url}/', inputs: {{prompt: words}}}}}}\n"
+    )
+    fetch_file(str(tmp_path / "p.yaml"), False, {})
+    assert f"{url}: 6 files" in capsys.readouterr().out
+    pinned = read_lock(tmp_path)[url]
+    put(url, {"config.json": b'{"new": 1}'})
+    fetch_file(str(tmp_path / "p.yaml"), False, {})
+    assert read_lock(tmp_path)[url] == pinned
+    fetch_file(str(tmp_path / "p.yaml"), True, {})
+    assert read_lock(tmp_path)[url] != pinned
+
+
+@pytest.mark.parametrize("kind", ["embed", "classify", "transformers"])
+def test_nodes_open_a_fetched_model_as_they_open_a_folder(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "store" / "m"
+    if kind == "transformers":
+        random_models.save_vit(folder, **random_models.names("red", "blue"))
+        node_class, options = Transformers, {"task": "image-classification"}
+        items: dict[str, list[Any]] = {"image": [np.zeros((40, 50, 3), np.uint8)]}
+    else:
+        head = {"embed": "BertModel", "classify": "BertForSequenceClassification"}[kind]
+        random_models.save_bert(head, folder)
+        node_class, options, items = {"embed": Embed, "classify": Classify}[kind], {}, {"text": ["Anna lives in Paris"]}
+    url = f"file://{folder}"
+    write_lock(tmp_path, {url: fetch(url, None, {}, ignore)})
+    answers, ports = [], []
+    for model in (str(folder), url):
+        config = to_config(node_class, {"model": model, **options})
+        ports.append(node_class.ports(config, StepContext(tmp_path)))
+        node = node_class(config)
+        node.open(OpenContext(tmp_path))
+        answers.append({name: np.asarray(values[0]) for name, values in node.run(Batch(items)).items()})
+        rmtree(folder, ignore_errors=True)  # the second is the cache's
+    assert ports[0] == ports[1] and answers[0].keys() == answers[1].keys()
+    assert all(np.array_equal(answers[0][name], answers[1][name]) for name in answers[0])
+
+
+@pytest.mark.slow
+def test_a_pipeline_runs_a_fetched_model_and_refuses_a_changed_one(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "store" / "m")
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {words: text}\noutputs: {out: answer.usage}\n"
+        "steps:\n"
+        f"  answer: {{node: llm, model: 'file://{tmp_path}/store/m', kv_bytes: 1000000, inputs: {{prompt: words}}}}\n"
+    )
+    with pytest.raises(weftline.PipelineError, match="is not pinned"):
+        weftline.load(tmp_path / "p.yaml").open()
+    fetch_file(str(tmp_path / "p.yaml"), False, {})
+    with weftline.load(tmp_path / "p.yaml").open() as session:
+        assert session.run(words="the user asks")["out"]["prompt_tokens"] > 3
+    (model,) = read_lock(tmp_path).values()
+    with (model.folder / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"0000")
+    with pytest.raises(ModelError, match=r"model\.safetensors in the cache is not the file"):
+        weftline.load(tmp_path / "p.yaml").open()
