@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import _cffi_backend as _c  # the functions behind methods of cffi.FFI, of which callbacks call dozens for each request
 import cffi
 
 LIBRARY = "libnghttp2.so.14"
@@ -114,7 +115,10 @@ STREAM_WINDOW_BYTES = (64 << 10) - 1
 """Receive window of a stream until `expect` raises it, the protocol's default: what an unchecked call may fill."""
 
 CONNECTION_WINDOW_BYTES = 16 << 20
-"""Receive window of a connection. Its bytes are consumed at once, so it bounds nothing but the rate."""
+"""Receive window of a connection. Its bytes are consumed as they arrive, so it bounds nothing but the rate."""
+
+CONSUMED_BYTES = 64 << 10
+"""Received bytes after which the window of a connection is opened again; it stays that much below its size."""
 
 FRAME_BYTES_IN = 64 << 10
 """Largest frame a client may send."""
@@ -155,9 +159,11 @@ CLOSED: the stream is over; `error` has the code of a reset, NO_ERROR after a re
 Field = tuple[bytes, bytes]
 
 KEPT = frozenset(
-    {b":method", b":path", b"content-type", b"te", b"grpc-timeout", b"grpc-encoding", b"authorization", b"traceparent"}
+    {b":method", b":path", b"content-type", b"grpc-timeout", b"grpc-encoding", b"authorization", b"traceparent"}
 )
 """Header fields that a stream keeps; the others only count against the limit."""
+
+_KEPT_SIZES = frozenset(map(len, KEPT))
 
 
 class Http2Error(Exception):
@@ -247,6 +253,7 @@ def _open() -> tuple[Any, Any]:
 
 
 _ffi, _lib = _open()
+_CHARS = _ffi.typeof("char[]")
 
 
 # callbacks: called by `mem_recv` and `mem_send` alone
@@ -256,7 +263,7 @@ def _keep(kind: type[BaseException], error: BaseException, traceback: TracebackT
     """Keep the exception of a callback for the method that called the library."""
     user = traceback.tb_frame.f_locals.get("user")
     if user is not None:
-        _ffi.from_handle(user)._failure = error
+        _c.from_handle(user)._failure = error
 
 
 def _callback(kind: str) -> Callable[[Callable[..., int]], Any]:
@@ -269,7 +276,7 @@ def _callback(kind: str) -> Callable[[Callable[..., int]], Any]:
 
 @_callback("frame_callback")
 def _on_begin_headers(session: Any, frame: Any, user: Any) -> int:
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     stream_id = frame.stream_id
     connection._idle_pings = 0
     if stream_id in connection._streams:  # trailers
@@ -284,7 +291,7 @@ def _on_begin_headers(session: Any, frame: Any, user: Any) -> int:
 def _on_header(
     session: Any, frame: Any, name: Any, name_size: int, value: Any, value_size: int, flags: int, user: Any
 ) -> int:
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     connection._field_bytes += name_size + value_size + 32
     connection._field_count += 1
     if connection._field_bytes > connection._field_bytes_max or connection._field_count > FIELDS_MAX:
@@ -296,16 +303,16 @@ def _on_header(
             connection._reading.too_large = True
         return 0
     stream = connection._reading
-    if stream is not None:
-        key = _ffi.unpack(name, name_size)
+    if stream is not None and name_size in _KEPT_SIZES:
+        key = _c.unpack(name, name_size)
         if key in KEPT:
-            stream.fields.append((key, _ffi.unpack(value, value_size)))
+            stream.fields.append((key, _c.unpack(value, value_size)))
     return 0
 
 
 @_callback("frame_callback")
 def _on_frame(session: Any, frame: Any, user: Any) -> int:
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     kind, flags = frame.type, frame.flags
     if kind in (HEADERS, DATA):
         stream = connection._streams.get(frame.stream_id)
@@ -333,14 +340,15 @@ def _on_frame(session: Any, frame: Any, user: Any) -> int:
 @_callback("invalid_callback")
 def _on_invalid(session: Any, frame: Any, code: int, user: Any) -> int:
     """Count a frame that the library refuses by itself: each queues a reset."""
-    _ffi.from_handle(user)._control += 1
+    _c.from_handle(user)._control += 1
     return 0
 
 
 @_callback("chunk_callback")
 def _on_chunk(session: Any, flags: int, stream_id: int, data: Any, size: int, user: Any) -> int:
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     connection._received += size
+    connection._idle_pings = 0
     stream = connection._streams.get(stream_id)
     if stream is not None:
         stream.received_bytes += size
@@ -352,7 +360,7 @@ def _on_chunk(session: Any, flags: int, stream_id: int, data: Any, size: int, us
 
 @_callback("close_callback")
 def _on_close(session: Any, stream_id: int, error: int, user: Any) -> int:
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     stream = connection._streams.pop(stream_id, None)
     if stream is not None:
         stream.closed, stream.error = True, error
@@ -366,7 +374,7 @@ def _on_close(session: Any, stream_id: int, error: int, user: Any) -> int:
 @_callback("read_callback")
 def _on_read(session: Any, stream_id: int, buffer: Any, size: int, flags: Any, source: Any, user: Any) -> int:
     """Fill a DATA frame, or announce its bytes for `_on_send_data`; at the end submit the trailers."""
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     connection._idle_pings = 0
     stream = connection._streams[stream_id]
     out, offset, filled = stream._out, stream._offset, 0
@@ -380,7 +388,7 @@ def _on_read(session: Any, stream_id: int, buffer: Any, size: int, flags: Any, s
             flags[0] = _NO_COPY
             return int(min(left, size))
         taken = min(left, size - filled)
-        _ffi.memmove(buffer + filled, part if taken == len(part) else memoryview(part)[offset : offset + taken], taken)
+        _c.memmove(buffer + filled, part if taken == len(part) else memoryview(part)[offset : offset + taken], taken)
         filled += taken
         offset += taken
         if offset == len(part):
@@ -402,10 +410,10 @@ def _on_read(session: Any, stream_id: int, buffer: Any, size: int, flags: Any, s
 @_callback("send_data_callback")
 def _on_send_data(session: Any, frame: Any, head: Any, size: int, source: Any, user: Any) -> int:
     """Append a DATA frame whose payload is a part of the stream's own memory."""
-    connection = _ffi.from_handle(user)
+    connection = _c.from_handle(user)
     stream = connection._streams[frame.stream_id]
     part, offset = stream._out[0], stream._offset
-    connection._parts += (_ffi.unpack(head, 9), memoryview(part)[offset : offset + size])
+    connection._parts += (_c.unpack(head, 9), memoryview(part)[offset : offset + size])
     connection._parts_bytes += size + 9
     stream._offset = offset + size
     if stream._offset == len(part):
@@ -550,14 +558,14 @@ class Http2Connection:
         Http2Error: the peer does not speak HTTP/2, or sent a flood. A protocol error ends the connection with GOAWAY
         instead, see `ended`.
         """
-        source = _ffi.from_buffer(data)
+        source = _c.from_buffer(_CHARS, data)
         code = _lib.nghttp2_session_mem_recv(self._session, source, len(data))
-        self._raise_failure()
-        _check(code)
-        received = self._received
-        if received:
-            self._received = 0
-            self._idle_pings = 0
+        if self._failure is not None:
+            self._raise_failure()
+        if code < 0:
+            _check(code)
+        if self._received >= CONSUMED_BYTES:
+            received, self._received = self._received, 0
             self._credit += received // BYTES_PER_CONTROL
             _check(_lib.nghttp2_session_consume_connection(self._session, received))
         if self._excessive or self._control > self._credit or self._idle_pings > IDLE_PINGS_MAX:
@@ -663,13 +671,14 @@ class Http2Connection:
         while self._parts_bytes < limit_bytes:
             size = _lib.nghttp2_session_mem_send(self._session, out)
             if size <= 0:
-                self._raise_failure()
+                if self._failure is not None:
+                    self._raise_failure()
                 _check(size)
                 if not self._stopping or self._parts_bytes >= limit_bytes:
                     break
                 self._reset_stopping()
                 continue
-            self._parts.append(_ffi.unpack(out[0], size))
+            self._parts.append(_c.unpack(out[0], size))
             self._parts_bytes += size
         if self._parts:
             self._credit += self._parts_bytes // BYTES_PER_CONTROL
@@ -730,6 +739,7 @@ class Http2Connection:
         self._stopping.clear()
 
     def _raise_failure(self) -> None:
+        """Raise the exception of a callback, if there is one."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
