@@ -105,76 +105,98 @@ def _is_reborn(model: _Model, record: Record) -> bool:
 
 
 @dataclass(slots=True)
-class _Sum:
-    """A running sum, in floats: a call shared by three requests counts a third for each."""
-
-    count: float = 0.0
-    ms: float = 0.0
-
-    def add(self, ms: float, count: float = 1.0) -> None:
-        self.count += count
-        self.ms += ms
-
-    @property
-    def spent(self) -> Spent:
-        return Spent(round(self.count), round(self.ms * _NS))
-
-
-@dataclass(slots=True)
 class _Sums:
-    """Sums of a pipeline or a step."""
+    """Sums of a step, in floats: a call shared by three requests counts a third for each.
 
-    success: _Sum = field(default_factory=_Sum)
-    fail: _Sum = field(default_factory=_Sum)
-    queue: _Sum = field(default_factory=_Sum)
-    run: _Sum = field(default_factory=_Sum)
-    batches: dict[int, _Sum] = field(default_factory=dict)
+    batches: number of calls, and their total time in ms, by batch size.
+    """
+
+    successes: int = 0
+    success_ms: float = 0.0
+    failures: int = 0
+    failure_ms: float = 0.0
+    queue_ms: float = 0.0
+    run_ms: float = 0.0
+    batches: dict[int, list[float]] = field(default_factory=dict)
+
+    def ended(self, ok: bool, ms: float) -> None:
+        """Count one end after `ms`."""
+        if ok:
+            self.successes += 1
+            self.success_ms += ms
+        else:
+            self.failures += 1
+            self.failure_ms += ms
 
     def ran(self, timing: StepTiming) -> None:
-        self.queue.add(timing.queued_ms)
-        self.run.add(timing.run_ms)
-        size = max(1, timing.batch)
+        """Add one run of the step."""
+        run_ms = timing.run_ms
+        self.queue_ms += timing.queued_ms
+        self.run_ms += run_ms
+        size = timing.batch or 1  # 0: it has no call
         batch = self.batches.get(size)
         if batch is None:
-            batch = self.batches[size] = _Sum()
-        batch.add(timing.run_ms / size, 1 / size)
+            batch = self.batches[size] = [0.0, 0.0]
+        batch[0] += 1 / size
+        batch[1] += run_ms / size
+
+    def add(self, other: _Sums) -> None:
+        """Add the runs of another step."""
+        self.queue_ms += other.queue_ms
+        self.run_ms += other.run_ms
+        for size, (calls, ms) in other.batches.items():
+            batch = self.batches.setdefault(size, [0.0, 0.0])
+            batch[0] += calls
+            batch[1] += ms
 
     def figures(self, name: str, version: int, last_ms: int) -> ModelFigures:
-        batches = tuple(Batches(size, one.spent) for size, one in sorted(self.batches.items()))
-        answered = self.success.spent.count  # v2 counts requests here, not steps
         return ModelFigures(
             name,
             version,
             last_ms,
-            answered,
-            round(sum(one.count for one in self.batches.values())),
-            self.success.spent,
-            self.fail.spent,
-            Spent(answered, self.queue.spent.ns),
-            Spent(answered, self.run.spent.ns),
-            batches,
+            self.successes,
+            round(sum(calls for calls, _ in self.batches.values())),
+            _spent(self.successes, self.success_ms),
+            _spent(self.failures, self.failure_ms),
+            _spent(self.successes, self.queue_ms),  # v2 counts requests here, not steps
+            _spent(self.successes, self.run_ms),
+            tuple(Batches(size, _spent(calls, ms)) for size, (calls, ms) in sorted(self.batches.items())),
         )
 
 
+def _spent(count: float, ms: float) -> Spent:
+    return Spent(round(count), round(ms * _NS))
+
+
 class _Model:
-    __slots__ = ("began_ns", "last_ms", "steps", "version", "whole")
+    """Sums of one version of a pipeline and of its steps."""
+
+    __slots__ = ("_ends", "began_ns", "last_ms", "steps", "version")
 
     def __init__(self, version: int, began_ns: int) -> None:
         self.version = version
         self.began_ns = began_ns
         self.last_ms = 0
-        self.whole = _Sums()
         self.steps: dict[str, _Sums] = {}
+        self._ends = _Sums()
 
     def add(self, record: Record) -> None:
         self.last_ms = max(self.last_ms, record.started_ns // _NS)
-        (self.whole.success if record.status == "OK" else self.whole.fail).add(record.total_ms)
+        self._ends.ended(record.status == "OK", record.total_ms)
         for timing in record.timings:
             if timing.outcome == "skipped":
                 continue
             sums = self.steps.get(timing.step)
             if sums is None:
                 sums = self.steps[timing.step] = _Sums()
-            (sums.success if timing.outcome == "ok" else sums.fail).add(timing.queued_ms + timing.run_ms)
+            sums.ended(timing.outcome == "ok", timing.queued_ms + timing.run_ms)
             sums.ran(timing)
-            self.whole.ran(timing)
+
+    @property
+    def whole(self) -> _Sums:
+        """Sums of the pipeline: its requests, and the runs of all its steps."""
+        ends = self._ends
+        whole = _Sums(ends.successes, ends.success_ms, ends.failures, ends.failure_ms)
+        for sums in self.steps.values():
+            whole.add(sums)
+        return whole
