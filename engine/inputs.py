@@ -85,7 +85,7 @@ class RequestInputs:
         self._large = {name: one for name, one in constants.items() if one is not None and not _small(one)}
 
         self._inline_max = {
-            name: (plan.input_types[name].kind, min(INLINE_BYTES_MAX, self._limits[True][name].bytes_max))
+            name: (plan.input_types[name], min(INLINE_BYTES_MAX, self._limits[True][name].bytes_max))
             for name in self._ports
         }
 
@@ -101,20 +101,24 @@ class RequestInputs:
         for name, raw in inputs.items():
             if name not in self._inline_max:
                 return None
-            kind, bytes_max = self._inline_max[name]
+            type, bytes_max = self._inline_max[name]
+            kind = type.kind
             try:
-                if raw.__class__ is str and kind == "text":
-                    data = raw.encode()
+                if raw.__class__ is np.ndarray and kind == "tensor" and raw.nbytes <= bytes_max:
+                    value = pack(raw, type, name).inline()
+                elif raw.__class__ is str and kind == "text":
+                    value = Value(kind, data=raw.encode())
                 elif raw.__class__ in _SCALARS and kind == "json":
-                    data = encode_json(raw)
+                    value = Value(kind, data=encode_json(raw))
                 else:
                     return None
-            except (ValueError, OverflowError):
+            except (ValueError, OverflowError, StepError):
                 return None
-            if len(data) > bytes_max:
+            added = len(value.data or b"")
+            if added > bytes_max:
                 return None
-            size_bytes += len(data)
-            values[name] = Value(kind, data=data)
+            size_bytes += added
+            values[name] = value
         return values if size_bytes <= self._plan.limits.request_bytes_max else None
 
     def check_outputs(self, wanted: tuple[str, ...] | None) -> tuple[str, ...] | None:

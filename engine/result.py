@@ -44,7 +44,6 @@ ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
 """Commands that end a request."""
 
 ReceiveEnd = Callable[[ev.Command], None]
-AfterRead = Callable[[asyncio.AbstractEventLoop, Callable[[], None]], bool]
 
 
 class Result(Mapping[str, Any]):
@@ -414,11 +413,8 @@ class Mailbox:
         self._lock = threading.Lock()
         self._batch: ref[deque[tuple[ReceiveEnd, ev.Command]]] | None = None
 
-    def put(self, loop: asyncio.AbstractEventLoop, after_read: AfterRead, receive: ReceiveEnd, end: ev.Command) -> None:
-        """Let the loop call `receive(end)`; RuntimeError if it is closed.
-
-        after_read: lets the loop call a function once it has read, which saves a turn; False if it does not read.
-        """
+    def put(self, loop: asyncio.AbstractEventLoop, receive: ReceiveEnd, end: ev.Command) -> None:
+        """Let the loop call `receive(end)`; RuntimeError if it is closed."""
         with self._lock:
             batch = self._batch() if self._batch is not None else None
             if batch is not None:
@@ -429,7 +425,7 @@ class Mailbox:
         deliver = partial(self._deliver, batch)
         if threading.get_ident() != self._thread:
             loop.call_soon_threadsafe(deliver)
-        elif not after_read(loop, deliver):
+        else:
             loop.call_soon(deliver)
 
     def put_future(self, future: asyncio.Future[ev.Command], end: ev.Command) -> None:
@@ -437,7 +433,7 @@ class Mailbox:
         if threading.get_ident() == self._thread:
             _set_result(future, end)
         else:
-            self.put(future.get_loop(), _does_not_read, partial(_set_result, future), end)
+            self.put(future.get_loop(), partial(_set_result, future), end)
 
     def _deliver(self, batch: deque[tuple[ReceiveEnd, ev.Command]]) -> None:
         with self._lock:
@@ -447,10 +443,6 @@ class Mailbox:
                 receive(end)
             except Exception:
                 _log.exception("the function that receives the end of a request failed")
-
-
-def _does_not_read(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-    return False
 
 
 def _set_result(future: asyncio.Future[ev.Command], end: ev.Command) -> None:
@@ -485,7 +477,9 @@ class PendingResult:
     def listen(self, command: ev.ForCaller) -> None:
         """Receive a command of the request from the runtime, in any thread and under its lock."""
         if type(command) in ENDS:
-            self._mailbox.put(self._loop, self._version.runtime.after_read, self._receive, command)
+            loop = self._loop
+            if not self._version.runtime.after_read(loop, partial(self._receive, command)):
+                self._mailbox.put(loop, self._receive, command)
 
     def _receive(self, end: ev.Command) -> None:
         done, self._done = self._done, None

@@ -143,16 +143,20 @@ class ByteBudget:
     @contextmanager
     def held_now(self, size_bytes: int) -> Iterator[None]:
         """Hold bytes meanwhile; LimitReached where there is no room now."""
+        self.take_now(size_bytes)
+        try:
+            yield
+        finally:
+            self.give_back(size_bytes)
+
+    def take_now(self, size_bytes: int) -> None:
+        """Hold bytes until `give_back`; LimitReached where there is no room now."""
         with self._lock:
             if self._try_take(size_bytes) is None:
                 most = f"{self._name} is {self.bytes_max}"
                 raise LimitReached(
                     f"{self.held_bytes} bytes are in use and {size_bytes} more are needed; {most}", RETRY_S
                 )
-        try:
-            yield
-        finally:
-            self.give_back(size_bytes)
 
     def give_back(self, size_bytes: int) -> None:
         """Give back bytes of one holder, all of its own."""

@@ -265,10 +265,11 @@ class Runtime:
         with self._lock:
             if not self._is_open or os.getpid() != self._pid:
                 raise self._closed_error()
-            if loop is not None or self._asyncio_reader.active:
+            reader = self._asyncio_reader
+            if loop is None and not reader.active:
+                reader.others = True
+            elif loop is None or not reader.reads_alone(loop):
                 self._choose_reader(loop)
-            else:
-                self._asyncio_reader.others = True
             self._listeners[event.request] = listener
             self._apply((event,))
 
@@ -288,7 +289,7 @@ class Runtime:
                 self._apply((ev.Delivered(request),))
 
     def after_read(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-        """Call a function without the lock when the loop, whose thread calls this, has read; False if it does not."""
+        """Let the loop call a function without the lock once it has read; False if it does not read in this thread."""
         return self._asyncio_reader.after_read(loop, call)
 
     def post(self, *events: ev.Event) -> None:
@@ -662,6 +663,10 @@ class AsyncioReader:
         self._reads_seen = -1
         return True
 
+    def reads_alone(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether this loop reads, and no other loop or thread waits for a request."""
+        return self.active and self._loop is loop and not self.others
+
     def serves_another(self, loop: asyncio.AbstractEventLoop | None) -> bool:
         """Return whether the loop that reads, or read last, is not this one."""
         return self._loop is not None and self._loop is not loop
@@ -697,8 +702,8 @@ class AsyncioReader:
             os.close(fd)
 
     def after_read(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-        """Call a function when the current read in this loop is over; False if it does not read. In its thread."""
-        if self._after_read is None or loop is not self._loop:
+        """Call a function when the current read in this loop is over; False if it does not read in this thread."""
+        if self._after_read is None or loop is not self._loop or threading.get_ident() != self._thread:
             return False
         self._after_read.append(call)
         return True
@@ -713,9 +718,16 @@ class AsyncioReader:
             finally:
                 self._after_read = None
                 for call in calls:
-                    call()
+                    _call_and_log(call)
             return
         loop, fd = self._loop, self._fd  # the runtime's thread reads now
         if loop is not None:
             loop.remove_reader(fd)
             self._watched = False
+
+
+def _call_and_log(call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception:
+        _log.exception("the function that receives the end of a request failed")

@@ -110,12 +110,14 @@ class Scheduler:
         """Return when the next Tick is due if no other event comes; None: never."""
         state = self.state
         soonest = workers.wake_at_ms(state)
-        for at in (
-            request_table.wake_at_ms(state),
-            state.timers.wake_at_ms(),
-            state.sleep.timers.wake_at_ms(),
-            *state.batch_waits.values(),
-        ):
+        others: list[float | None] = list(state.batch_waits.values()) if state.batch_waits else []
+        if state.deadlines:
+            others.append(request_table.wake_at_ms(state))
+        if state.timers.at:
+            others.append(state.timers.wake_at_ms())
+        if state.sleep.timers.at:
+            others.append(state.sleep.timers.wake_at_ms())
+        for at in others:
             if at is not None and (soonest is None or at < soonest):
                 soonest = at
         return soonest

@@ -24,7 +24,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 from urllib.parse import quote_from_bytes
 
@@ -182,7 +182,7 @@ class GrpcCall:
         "_connection",
         "_ended",
         "_error",
-        "_hold",
+        "_held_bytes",
         "_messages",
         "_progress_bytes",
         "_queued_bytes",
@@ -203,8 +203,8 @@ class GrpcCall:
     def __init__(self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller) -> None:
         self._connection = connection
         self._error: Exception | None = None  # ends the call in place of what its task raises
-        self._hold = ExitStack()  # bytes of a large message in the budget, until a method takes it
-        self._messages: deque[tuple[bytes, ExitStack]] = deque()
+        self._held_bytes = 0  # of a large message in the budget, until a method takes it
+        self._messages: deque[tuple[bytes, int]] = deque()  # with the bytes that each holds in the budget
         self._progress_bytes = 0  # received at `progress_s`
         self._queued_bytes = 0  # of messages that wait to be read
         self._read_bytes = 0  # of messages that were read
@@ -244,16 +244,16 @@ class GrpcCall:
             message, size = take_message(stream.body, server.message_bytes_max)
             if message is None:
                 if size > FREE_BYTES and not self._receiving_large:
-                    self._hold.enter_context(server.budget.held_now(size - 5))
-                    self._receiving_large = True
+                    server.budget.take_now(size - 5)
+                    self._held_bytes, self._receiving_large = size - 5, True
                     self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
                 self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + max(size, 5))
                 break
             self._receiving_large = False
             if self._messages and not streamed:
                 raise _Unsupported("found a second message, expected one")
-            self._messages.append((message, self._hold))
-            self._hold = ExitStack()
+            self._messages.append((message, self._held_bytes))
+            self._held_bytes = 0
             self._queued_bytes += size
         if self._messages and self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
@@ -301,9 +301,11 @@ class GrpcCall:
         if isinstance(method, InferMethod):
             call = self.context()
             self._running = _nothing
-            message, hold = self._messages.popleft()
-            with hold:  # `start` counts it in a budget of its own
-                cancel = method.inference.start(message, call, lambda answer: self._done(answer, call))
+            message, held_bytes = self._messages.popleft()
+            try:
+                cancel = method.inference.start(message, call, partial(self._done, call))
+            finally:
+                self._give_back(held_bytes)  # `start` counts the message in a budget of its own
             if self._running is not None:
                 self._running = cancel
             return
@@ -320,9 +322,11 @@ class GrpcCall:
                 await self.method.run(self)
                 self._finish(OK_TRAILERS)
             elif not isinstance(self.method, InferMethod):
-                message, hold = self._messages.popleft()
-                with hold:
+                message, held_bytes = self._messages.popleft()
+                try:
                     response = await self.method.run(message)
+                finally:
+                    self._give_back(held_bytes)
                 self._respond(response, OK_TRAILERS)
         except Exception as error:
             self.fail(error)
@@ -333,7 +337,7 @@ class GrpcCall:
         if task.cancelled():  # perhaps before `_run` began
             self.fail(self._error or asyncio.CancelledError())
 
-    def _done(self, answer: bytes | BaseException, call: CallContext) -> None:
+    def _done(self, call: CallContext, answer: bytes | BaseException) -> None:
         self._running = None
         if isinstance(answer, BaseException):
             self.fail(answer)
@@ -383,9 +387,15 @@ class GrpcCall:
 
     def _release(self) -> None:
         """Return the bytes of messages that no method has taken to the budget."""
-        self._hold.close()
-        for _, hold in self._messages:
-            hold.close()
+        self._give_back(self._held_bytes)
+        self._held_bytes = 0
+        for _, held_bytes in self._messages:
+            self._give_back(held_bytes)
+        self._messages.clear()
+
+    def _give_back(self, held_bytes: int) -> None:
+        if held_bytes:
+            self._connection.server.budget.give_back(held_bytes)
 
     # StreamCall
 
@@ -398,8 +408,8 @@ class GrpcCall:
                 return None
             self._reading = connection.server.loop.create_future()
             await self._reading
-        message, hold = self._messages.popleft()
-        hold.close()
+        message, held_bytes = self._messages.popleft()
+        self._give_back(held_bytes)
         self._queued_bytes -= len(message) + 5
         self._read_bytes += len(message) + 5
         if self._read_bytes + STREAM_WINDOW_BYTES // 2 > stream.allowed_bytes:
