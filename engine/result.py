@@ -96,11 +96,18 @@ class BorrowedResult:
         self._request = request
         self.version = version.number
         self.timings = end.timings
-        self._placed_bytes = sum([placed_bytes(value) for value in end.outputs.values()])
+        self._placed_bytes = 0
+        for value in end.outputs.values():
+            if value.data is None:
+                self._placed_bytes += placed_bytes(value)
         self.outputs: Mapping[str, Any] = {}
+        outputs: dict[str, Any] = {}
         try:
             arenas = version.runtime.fleet.arenas
-            self.outputs = {name: _read_only(unpack(value, arenas)) for name, value in end.outputs.items()}
+            for name, value in end.outputs.items():
+                output = unpack(value, arenas)
+                outputs[name] = output if value.data is not None else _read_only(output)
+            self.outputs = outputs
         except (KeyError, ValueError):
             self.release()
             raise_if_closed(version)
@@ -130,7 +137,8 @@ class BorrowedResult:
         self.release()
 
     def __del__(self) -> None:
-        self._release(in_finalizer=True)
+        if self._held is not None:
+            self._release(in_finalizer=True)
 
 
 def take_result(version: Version, request: int, end: ev.Command, started_ms: float) -> Result:

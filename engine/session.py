@@ -217,7 +217,7 @@ class Session:
     @property
     def version(self) -> int:
         """The number of the current version: 1 at first, incremented by each reload."""
-        return self._current.number
+        return self._versions.current.number
 
     # requests
 

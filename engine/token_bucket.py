@@ -84,7 +84,8 @@ class RetryBudget:
             paid = min(self._owed, earned)
             self._owed -= paid
             earned -= paid
-        self._bucket.add(earned)
+        if self._bucket.tokens < self._bucket.capacity:
+            self._bucket.add(earned)
 
     def try_take(self) -> bool:
         """Take one retry; False when the budget is used up."""

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from weftline.engine.repository import Repository
-from weftline.engine.request import RequestOptions
+from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions
 from weftline.engine.result import BorrowedResult, StreamedOutput
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.scheduler.request import StepTiming
@@ -362,6 +362,7 @@ class _RequestRecord:
         traceback: str = "",
     ) -> Record:
         elapsed_ms = self._elapsed_ms() if total_ms is None else total_ms
+        began_ms = [one.started_ms - one.queued_ms for one in timings]
         return Record(
             self._ask.model,
             version,
@@ -370,7 +371,7 @@ class _RequestRecord:
             elapsed_ms,
             self._ask,
             timings,
-            min((one.started_ms - one.queued_ms for one in timings), default=0.0),
+            min(began_ms, default=0.0),
             self._first_ms,
             self._pieces,
             self._usage,
@@ -385,6 +386,9 @@ class _RequestRecord:
 
 def _options(ask: Ask) -> RequestOptions:
     """Return the engine's options of a request; InputError for an invalid one."""
+    if ask.outputs is None and ask.deadline_ms is None and ask.seed is None and ask.sequence is None:
+        if not (ask.priority or ask.job):
+            return DEFAULT_OPTIONS
     return RequestOptions(
         outputs=ask.outputs,
         deadline_ms=ask.deadline_ms,

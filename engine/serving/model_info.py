@@ -65,10 +65,17 @@ class ModelInfo(msgspec.Struct, frozen=True):
         return any(port.pieces for port in self.outputs)
 
     def input(self, name: str) -> PortInfo | None:
-        return next((port for port in self.inputs if port.name == name), None)
+        return _port(self.inputs, name)
 
     def output(self, name: str) -> PortInfo | None:
-        return next((port for port in self.outputs if port.name == name), None)
+        return _port(self.outputs, name)
+
+
+def _port(ports: tuple[PortInfo, ...], name: str) -> PortInfo | None:
+    for port in ports:
+        if port.name == name:
+            return port
+    return None
 
 
 class ModelState(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 from urllib.parse import quote_from_bytes
@@ -570,7 +570,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         return not self._closed
 
     def _on_events(self, events: list[Event]) -> None:
-        waiting = deque(events)
+        waiting = iter(events)
         try:
             self._process(waiting)
         except Exception:
@@ -580,9 +580,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
                     self._on_closed(stream)
             self._transport.abort()
 
-    def _process(self, events: deque[Event]) -> None:
-        while events:
-            event, stream = events.popleft()
+    def _process(self, events: Iterator[Event]) -> None:
+        for event, stream in events:
             if event is REQUEST:
                 self._on_request(stream)
                 continue
@@ -632,7 +631,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 authorization.append(value)
             elif name == b"traceparent":
                 parent = value.decode("ascii", "replace")
-        if method != b"POST" or _CONTENT_TYPE.fullmatch(kind) is None:
+        if method != b"POST" or (kind != b"application/grpc" and _CONTENT_TYPE.fullmatch(kind) is None):
             self.http2.refuse(stream, [(b":status", b"405" if method != b"POST" else b"415")])
             return None
         if stream.too_large:

@@ -123,14 +123,15 @@ class Inference:
             done(answer)
             return
         timings, total_ms = answer.timings, answer.total_ms
-        with answer:
-            call.span = answer.traceparent
-            result: bytes | Exception
-            try:
-                request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
-                result = response_bytes(to_response(request, plan.info, (answer,), plan.batch, self.regions))
-            except Exception as error:
-                result = error
+        call.span = answer.traceparent
+        result: bytes | Exception
+        try:
+            request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
+            result = response_bytes(to_response(request, plan.info, (answer,), plan.batch, self.regions))
+        except Exception as error:
+            result = error
+        finally:
+            answer.release()
         done(result)
         if self.trace.active and not isinstance(result, Exception):
             self.trace.note(ask, timings, total_ms)

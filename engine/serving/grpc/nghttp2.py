@@ -608,7 +608,9 @@ class Http2Connection:
             return
         stream._responded = True
         block = _OK_HEADERS_BLOCK
-        _check(_lib.nghttp2_submit_response(self._session, stream.id, block.fields, block.size, _PROVIDER))
+        code = _lib.nghttp2_submit_response(self._session, stream.id, block.fields, block.size, _PROVIDER)
+        if code:
+            _check(code)
 
     def write(self, stream: Http2Stream, parts: Iterable[bytes | memoryview]) -> None:
         """Queue bytes of a response's body."""
@@ -673,7 +675,8 @@ class Http2Connection:
             if size <= 0:
                 if self._failure is not None:
                     self._raise_failure()
-                _check(size)
+                if size:
+                    _check(size)
                 if not self._stopping or self._parts_bytes >= limit_bytes:
                     break
                 self._reset_stopping()
@@ -722,8 +725,11 @@ class Http2Connection:
     def _submit_trailers(self, stream: Http2Stream) -> None:
         trailers = stream._trailers
         block = _OK_TRAILERS_BLOCK if trailers is OK_TRAILERS else _Block(trailers or ())
-        _check(_lib.nghttp2_submit_trailer(self._session, stream.id, block.fields, block.size))
-        self._stop_reading(stream)
+        code = _lib.nghttp2_submit_trailer(self._session, stream.id, block.fields, block.size)
+        if code:
+            _check(code)
+        if not stream.remote_ended:
+            self._stop_reading(stream)
 
     def _stop_reading(self, stream: Http2Stream) -> None:
         """Reset a stream without an error after its response, if the client is still sending (RFC 9113, 8.1)."""

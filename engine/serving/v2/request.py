@@ -140,10 +140,13 @@ class RequestPlan:
 
     def raw_contents(self, raws: Sequence[bytes | memoryview]) -> list[Any]:
         """As `contents`, of tensors with raw contents; without any, the tensors have no elements."""
-        return [
-            _named(form.port, form.read, raw)
-            for form, raw in zip(self.inputs, raws or (b"",) * len(self.inputs), strict=True)
-        ]
+        contents = []
+        for form, raw in zip(self.inputs, raws or (b"",) * len(self.inputs), strict=True):
+            try:
+                contents.append(form.read(raw))
+            except InputError as error:
+                raise _of_input(form.port, error) from None
+        return contents
 
     def ask(
         self,
@@ -160,12 +163,15 @@ class RequestPlan:
         if len(id) > ID_CHARS_MAX:
             raise InputError(f"id: found {len(id)} characters, expected at most {ID_CHARS_MAX}")
         parameters = self.parameters
+        inputs: dict[str, Any] = {}
+        for form, part in zip(self.inputs, contents, strict=True):
+            try:
+                inputs[form.port] = form.value_at(part, place)
+            except InputError as error:
+                raise _of_input(form.port, error) from None
         return Ask(
             self.info.name,
-            {
-                form.port: _named(form.port, form.value_at, part, place)
-                for form, part in zip(self.inputs, contents, strict=True)
-            },
+            inputs,
             self.outputs,
             deadline_ms,
             parameters.priority,
@@ -201,7 +207,11 @@ def _named(name: str, work: Callable[..., T], *arguments: Any) -> T:
     try:
         return work(*arguments)
     except InputError as error:
-        raise InputError(f"input {name}: {error}") from None
+        raise _of_input(name, error) from None
+
+
+def _of_input(name: str, error: InputError) -> InputError:
+    return InputError(f"input {name}: {error}")
 
 
 def check_request(request: InferRequest, info: ModelInfo, limits: ServeLimits) -> Mapping[str, PortInfo]:
