@@ -386,9 +386,9 @@ class _RequestRecord:
 
 def _options(ask: Ask) -> RequestOptions:
     """Return the engine's options of a request; InputError for an invalid one."""
-    if ask.outputs is None and ask.deadline_ms is None and ask.seed is None and ask.sequence is None:
-        if not (ask.priority or ask.job):
-            return DEFAULT_OPTIONS
+    unset = ask.outputs is None and ask.deadline_ms is None and ask.seed is None and ask.sequence is None
+    if unset and not (ask.priority or ask.job):
+        return DEFAULT_OPTIONS
     return RequestOptions(
         outputs=ask.outputs,
         deadline_ms=ask.deadline_ms,
