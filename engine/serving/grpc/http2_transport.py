@@ -28,6 +28,8 @@ from functools import partial
 from typing import Any, cast
 from urllib.parse import quote_from_bytes
 
+import numpy as np
+
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.tls import ssl_context
@@ -51,6 +53,7 @@ from weftline.engine.serving.grpc.service import (
     CALLER,
     CallContext,
     InferMethod,
+    Message,
     Method,
     StreamMethod,
     pushback,
@@ -204,7 +207,7 @@ class GrpcCall:
         self._connection = connection
         self._error: Exception | None = None  # ends the call in place of what its task raises
         self._held_bytes = 0  # of a large message in the budget, until a method takes it
-        self._messages: deque[tuple[bytes, int]] = deque()  # with the bytes that each holds in the budget
+        self._messages: deque[tuple[Message, int]] = deque()  # with the bytes that each holds in the budget
         self._progress_bytes = 0  # received at `progress_s`
         self._queued_bytes = 0  # of messages that wait to be read
         self._read_bytes = 0  # of messages that were read
@@ -240,27 +243,39 @@ class GrpcCall:
         streamed = isinstance(self.method, StreamMethod)
         if stream.received_bytes - self._progress_bytes >= PROGRESS_BYTES:
             self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
+        if stream.block is not None:
+            if stream.filled_bytes < len(stream.block):
+                return
+            block, stream.block = stream.block.toreadonly(), None
+            self._add_message(block, len(block) + 5, streamed)
         while stream.body:
             message, size = take_message(stream.body, server.message_bytes_max)
-            if message is None:
-                if size > FREE_BYTES and not self._receiving_large:
-                    server.budget.take_now(size - 5)
-                    self._held_bytes, self._receiving_large = size - 5, True
-                    self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
-                self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + max(size, 5))
-                break
-            self._receiving_large = False
-            if self._messages and not streamed:
-                raise _Unsupported("found a second message, expected one")
-            self._messages.append((message, self._held_bytes))
-            self._held_bytes = 0
-            self._queued_bytes += size
+            if message is not None:
+                self._add_message(message, size, streamed)
+                continue
+            if size > FREE_BYTES:
+                server.budget.take_now(size - 5)
+                self._held_bytes, self._receiving_large = size - 5, True
+                self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
+                del stream.body[:5]
+                stream.fill(memoryview(np.empty(size - 5, np.uint8)))
+            self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + max(size, 5))
+            break
         if self._messages and self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
+    def _add_message(self, message: Message, size: int, streamed: bool) -> None:
+        """Queue a message for the method; size: its length with the prefix."""
+        self._receiving_large = False
+        if self._messages and not streamed:
+            raise _Unsupported("found a second message, expected one")
+        self._messages.append((message, self._held_bytes))
+        self._held_bytes = 0
+        self._queued_bytes += size
+
     def on_end(self) -> None:
         """Start a unary method, or let `read` return None. Raises what refuses the call."""
-        if self.stream.body:
+        if self.stream.body or self.stream.block is not None:
             raise _Malformed("found a message that ends in the middle")
         if isinstance(self.method, StreamMethod):
             if self._reading is not None and not self._reading.done():
@@ -399,7 +414,7 @@ class GrpcCall:
 
     # StreamCall
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Message | None:
         connection, stream = self._connection, self.stream
         while not self._messages:
             if stream.closed:
@@ -654,7 +669,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         try:
             step()
         except Exception as error:
-            call.stream.body = bytearray()
+            call.stream.body, call.stream.block = bytearray(), None
             call.stream.discard = True
             call.end(error)
 

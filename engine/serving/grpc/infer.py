@@ -19,7 +19,7 @@ from typing import Any
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.backend import Answer, Ask, Backend
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
-from weftline.engine.serving.grpc.service import CallContext
+from weftline.engine.serving.grpc.service import CallContext, Message
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
@@ -72,7 +72,7 @@ class Inference:
     def __post_init__(self) -> None:
         object.__setattr__(self, "inflight", ByteBudget("limits.inflight_bytes_max", self.limits.budget_bytes))
 
-    def start(self, data: bytes, call: CallContext, done: Done) -> Cancel:
+    def start(self, data: Message, call: CallContext, done: Done) -> Cancel:
         """Start a ModelInferRequest from the running event loop; return a function that cancels it.
 
         A usual request is parsed, authorised and submitted at once. Any other runs `infer` in a task.
@@ -87,7 +87,7 @@ class Inference:
             return _cancel_nothing
         return started if started is not None else _run_in_task(self.infer(data, call), done)
 
-    def _try_start(self, data: bytes, call: CallContext, done: Done) -> Cancel | None:
+    def _try_start(self, data: Message, call: CallContext, done: Done) -> Cancel | None:
         """Start a request without a task; None, and nothing is started, if it is an unusual one."""
         head, model, id, raws = split_message(data, RAW_INPUTS)
         plan = self.plans.find(head, len(raws), model, call.caller.check, self.backend.info)
@@ -136,7 +136,7 @@ class Inference:
         if self.trace.active and not isinstance(result, Exception):
             self.trace.note(ask, timings, total_ms)
 
-    async def infer(self, data: bytes, call: CallContext) -> bytes:
+    async def infer(self, data: Message, call: CallContext) -> bytes:
         """Run a ModelInferRequest and return its ModelInferResponse, both encoded."""
         with self.held(len(data)):
             request = await self.parse_message(data)
@@ -147,7 +147,7 @@ class Inference:
         """Count a received message against the budget; LimitReached if it is exceeded."""
         return self.inflight.held_now(size_bytes) if size_bytes > FREE_BYTES else nullcontext()
 
-    async def parse_message(self, data: bytes) -> InferRequest:
+    async def parse_message(self, data: Message) -> InferRequest:
         """Parse a ModelInferRequest; a large head in a thread, one at a time. InputError if it is invalid."""
         head, _, id, raws = split_message(data, RAW_INPUTS)
         if len(head) <= INLINE_HEAD_BYTES:

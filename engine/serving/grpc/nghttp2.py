@@ -184,6 +184,8 @@ class Http2Stream:
     fields:         kept header fields, in order of arrival; trailers of the client are discarded.
     too_large:      the header block exceeds `header_bytes_max`.
     body:           received bytes, taken by the owner.
+    block:          memory that received bytes fill before `body` grows again, set by `fill`; None: there is none.
+    filled_bytes:   how much of it they have filled.
     received_bytes: length of the body so far.
     allowed_bytes:  length of the body that the client may send.
     error:          code of the reset that ended it.
@@ -199,6 +201,7 @@ class Http2Stream:
         "_responded",
         "_trailers",
         "allowed_bytes",
+        "block",
         "body",
         "call",
         "closed",
@@ -206,6 +209,7 @@ class Http2Stream:
         "error",
         "field_count",
         "fields",
+        "filled_bytes",
         "id",
         "received_bytes",
         "remote_ended",
@@ -219,6 +223,8 @@ class Http2Stream:
         self.field_count = 0
         self.too_large = False
         self.body = bytearray()
+        self.block: memoryview | None = None
+        self.filled_bytes = 0
         self.allowed_bytes = STREAM_WINDOW_BYTES
         self.discard = False
         self.remote_ended = False
@@ -233,6 +239,25 @@ class Http2Stream:
         self._deferred = False
         self._finished = False
         self._trailers: Sequence[Field] | None = None
+
+    def fill(self, block: memoryview) -> None:
+        """Let `block` receive the bytes of `body` and those that follow, without a copy in between.
+
+        The owner sets `block` to None once `filled_bytes` has reached its length.
+        """
+        size = min(len(self.body), len(block))
+        block[:size] = self.body[:size]
+        del self.body[:size]
+        self.block, self.filled_bytes = block, size
+
+    def receive(self, data: memoryview) -> None:
+        """Append bytes to `block`, as far as they fit, and then to `body`."""
+        if self.block is not None:
+            begin = self.filled_bytes
+            size = min(len(data), len(self.block) - begin)
+            self.block[begin : begin + size] = data[:size]
+            self.filled_bytes, data = begin + size, data[size:]
+        self.body += data
 
 
 Event = tuple[str, Http2Stream]
@@ -353,7 +378,10 @@ def _on_chunk(session: Any, flags: int, stream_id: int, data: Any, size: int, us
     if stream is not None:
         stream.received_bytes += size
     if stream is not None and not stream.discard:
-        stream.body += _ffi.buffer(data, size)
+        if stream.block is None:
+            stream.body += _c.buffer(data, size)
+        else:
+            stream.receive(memoryview(_c.buffer(data, size)))
         connection._events.append((BODY, stream))
     return 0
 
@@ -629,7 +657,7 @@ class Http2Connection:
             return
         stream._responded = True
         stream.discard = True
-        stream.body = bytearray()
+        stream.body, stream.block = bytearray(), None
         block = _Block(fields)
         _check(_lib.nghttp2_submit_response(self._session, stream.id, block.fields, block.size, _ffi.NULL))
         self._stop_reading(stream)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CALLER: ContextVar[Caller] = ContextVar("weftline_caller", default=ANONYMOUS)
 """Caller of the current call, set by the transport."""
 
+Message = bytes | memoryview
+"""An encoded message. A large one is a read-only view of the memory that it was received in."""
+
 Unary = Callable[[Any], Awaitable[Any]]
 """Returns the response message of a request message."""
 
@@ -60,7 +63,7 @@ class StreamCall(Protocol):
     def context(self) -> CallContext:
         """Return the properties of the call, with the time left now."""
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> Message | None:
         """Return the next message; None once the client has sent everything."""
 
     async def write(self, message: bytes) -> None:
@@ -71,7 +74,7 @@ class StreamCall(Protocol):
 class UnaryMethod:
     """One encoded request to one encoded response. Runs in a task with CALLER set."""
 
-    run: Callable[[bytes], Awaitable[bytes]]
+    run: Callable[[Message], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ def unary(method: Unary, descriptor: MethodDescriptor) -> UnaryMethod:
     """Return the method of a service function with one request and one response."""
     message = request_class(descriptor)
 
-    async def run(data: bytes) -> bytes:
+    async def run(data: Message) -> bytes:
         response = await method(parse(message, data))
         return bytes(response.SerializeToString())
 
@@ -146,9 +149,9 @@ def request_class(descriptor: MethodDescriptor) -> Any:
     return GetMessageClass(descriptor.input_type)
 
 
-def parse(message: Any, data: bytes) -> Any:
+def parse(message: Any, data: Message) -> Any:
     """Parse a protobuf message of the given class; InputError if it is invalid."""
     try:
-        return message.FromString(data)
+        return message.FromString(bytes(data))
     except (DecodeError, ValueError, RecursionError):
         raise InputError(f"the message is not a valid {message.DESCRIPTOR.name}") from None

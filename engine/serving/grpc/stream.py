@@ -28,7 +28,7 @@ from typing import Any
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.grpc.infer import Inference
-from weftline.engine.serving.grpc.service import CallContext, StreamCall
+from weftline.engine.serving.grpc.service import CallContext, Message, StreamCall
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.replies import to_status
@@ -152,7 +152,7 @@ class InferStream:
 
     # a request
 
-    async def _respond(self, data: bytes) -> None:
+    async def _respond(self, data: Message) -> None:
         request = InferRequest("", ())
         try:
             with self._inference.held(len(data)):

@@ -323,7 +323,7 @@ def test_window_of_a_stream_shrinks_after_a_large_message(server: Served) -> Non
     with Wire(server, struct.pack(">HI", 4, 1 << 30)) as wire:
         wire.send(frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30)), wire.begin(1, call(STREAM)))
         wire.send(frame(DATA, 0, 1, large[:16_000]))
-        wait_until(lambda: any(one.stream.body for one in calls_of(server)))
+        wait_until(lambda: any(one.stream.block is not None for one in calls_of(server)))
         for at in range(16_000, len(large), 16_000):
             wire.send(frame(DATA, 0, 1, large[at : at + 16_000]))
         wire.wait_body(1)
@@ -436,7 +436,7 @@ def test_flooding_client_that_does_not_read_is_disconnected(server: Served, monk
         wire.send(frame(SETTING, ACK, 0, b""), frame(WINDOW_UPDATE, 0, 0, b"\x3f\xff\xff\xff"))
         for stream in range(1, 21, 2):
             wire.send(wire.begin(stream, call()), frame(DATA, 0, stream, ask[:16_000]))
-            wait_until(lambda: any(one.stream.body for one in calls_of(server)))
+            wait_until(lambda: any(one.stream.block is not None for one in calls_of(server)))
             frames = [ask[at : at + 16_000] for at in range(16_000, len(ask), 16_000)]
             wire.send(*(frame(DATA, 0, stream, part) for part in frames), frame(DATA, END_STREAM, stream, b""))
         wait_until(lambda: any(one._writing_paused for one in transport(server).connections))

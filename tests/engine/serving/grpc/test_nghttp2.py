@@ -472,3 +472,21 @@ def test_memory_of_many_mutated_streams_is_sound_and_bounded() -> None:
     played, grown, seconds = done.stdout.split()
     print(f"{played} streams, {int(grown) >> 10} KiB more resident, {seconds} s")
     assert int(played) >= STREAMS and int(grown) < 16 << 20
+
+
+def test_a_block_receives_what_came_and_what_follows_up_to_its_end() -> None:
+    stream, block = Http2Stream(1), memoryview(bytearray(8))
+    stream.body += b"ab"
+    stream.fill(block)
+    assert (bytes(stream.body), stream.filled_bytes) == (b"", 2)
+    stream.receive(memoryview(b"cdef"))
+    stream.receive(memoryview(b"ghij"))
+    stream.receive(memoryview(b"k"))
+    assert (bytes(block), stream.filled_bytes, bytes(stream.body)) == (b"abcdefgh", 8, b"ijk")
+
+
+def test_a_block_takes_only_its_own_part_of_the_body() -> None:
+    stream, block = Http2Stream(1), memoryview(bytearray(2))
+    stream.body += b"abc"
+    stream.fill(block)
+    assert (bytes(block), stream.filled_bytes, bytes(stream.body)) == (b"ab", 2, b"c")
