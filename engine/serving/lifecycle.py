@@ -36,20 +36,18 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class DrainSwitch:
-    """Accepting state of a server, with notification of long calls that must end on drain."""
+    """Accepting state of a server, with notification of long calls that must end on drain.
+
+    on: new work is accepted; changed by `set` alone.
+    """
 
     def __init__(self) -> None:
-        self._on = True
+        self.on = True
         self._listeners: set[Callable[[], None]] = set()
-
-    @property
-    def on(self) -> bool:
-        """True while new work is accepted."""
-        return self._on
 
     def set(self, on: bool) -> None:
         """Accept new work, or refuse it and call the listeners."""
-        self._on = on
+        self.on = on
         if not on:
             for listener in tuple(self._listeners):
                 listener()

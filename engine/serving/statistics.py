@@ -72,7 +72,7 @@ class Statistics:
         if record.version < 1:
             return
         model = self._models.get(record.model)
-        if model is None or record.version > model.version or _is_reborn(model, record):
+        if model is None or (record.version != model.version and _is_newer(record, model)):
             model = self._models[record.model] = _Model(record.version, record.started_ns)
         if record.version == model.version:
             model.add(record)
@@ -99,9 +99,9 @@ class Statistics:
         return tuple(one for _, one in sorted(found.items()))
 
 
-def _is_reborn(model: _Model, record: Record) -> bool:
-    """Return True if the model was unloaded and loaded again since; versions then restart at 1."""
-    return record.version < model.version and record.started_ns > model.began_ns
+def _is_newer(record: Record, model: _Model) -> bool:
+    """Return True for a later version, or if the model was unloaded and loaded again; versions then restart at 1."""
+    return record.version > model.version or record.started_ns > model.began_ns
 
 
 @dataclass(slots=True)

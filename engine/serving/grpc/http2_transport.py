@@ -599,16 +599,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         for event, stream in events:
             if event is REQUEST:
                 self._on_request(stream)
-                continue
-            call: GrpcCall | None = stream.call
-            if event is BODY:
-                if call is not None and not stream.discard:
-                    self._guarded(call, call.on_body)
-            elif event is END:
-                if call is not None and not stream.discard:
-                    self._guarded(call, call.on_end)
-            else:
+            elif event is CLOSED:
                 self._on_closed(stream)
+            elif stream.call is not None and not stream.discard:
+                self._on_received(stream.call, event)
 
     def _on_request(self, stream: Http2Stream) -> None:
         server = self.server
@@ -665,9 +659,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
         call.parent = parent
         return call
 
-    def _guarded(self, call: GrpcCall, step: Callable[[], None]) -> None:
+    def _on_received(self, call: GrpcCall, event: str) -> None:
         try:
-            step()
+            if event is BODY:
+                call.on_body()
+            else:
+                call.on_end()
         except Exception as error:
             call.stream.body, call.stream.block = bytearray(), None
             call.stream.discard = True
