@@ -103,8 +103,11 @@ def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
     dtype = (numbers and numbers.dtype) or dtype_name(array.dtype)
     if array.dtype == np.complex64:
         array = np.ascontiguousarray(array).view(np.float32).reshape(*array.shape, *trailing_dims("complex64"))
-    flat = np.ascontiguousarray(array).reshape(-1)
-    return Tensor(name, datatype_of(dtype), array.shape, flat.view(np.uint8).data)
+    try:
+        raw = array.data.cast("B")
+    except TypeError:  # not row-major, or empty
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return Tensor(name, datatype_of(dtype), array.shape, raw)
 
 
 def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
