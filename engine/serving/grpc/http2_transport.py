@@ -258,7 +258,7 @@ class GrpcCall:
                 self._held_bytes, self._receiving_large = size - 5, True
                 self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
                 del stream.body[:5]
-                stream.fill(memoryview(np.empty(size - 5, np.uint8)))
+                stream.fill(np.empty(size - 5, np.uint8).data)
             self._connection.http2.allow(stream, self._read_bytes + self._queued_bytes + max(size, 5))
             break
         if self._messages and self._reading is not None and not self._reading.done():
