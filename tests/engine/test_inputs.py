@@ -113,6 +113,37 @@ def test_scalars_of_json_inputs_are_encoded_in_one_pass() -> None:
 
 
 @pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.uint8),
+        np.zeros(0, np.uint8),
+        np.zeros(16_384, np.uint8),
+        np.arange(12, dtype=np.uint8)[::2],
+        np.frombuffer(b"abc", np.uint8),
+    ],
+    ids=["usual", "empty", "largest", "strided", "read-only"],
+)
+def test_small_arrays_yield_the_same_values_in_one_pass(array: np.ndarray) -> None:
+    inputs = intake(inputs=(Input("x", "uint8[N]"),))
+    assert inputs.try_inline({"x": array}) == inputs.place(inputs.pack({"x": array}), NoArena())
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(2, np.int32), np.zeros((2, 2), np.uint8), np.zeros(16_385, np.uint8), np.array(["a"]), [1, 2]],
+    ids=["dtype", "rank", "large", "text", "list"],
+)
+def test_all_other_arrays_take_the_general_path(array: Any) -> None:
+    assert intake(inputs=(Input("x", "uint8[N]"),)).try_inline({"x": array}) is None
+
+
+def test_the_limit_of_an_array_in_bytes_holds_in_one_pass() -> None:
+    inputs = intake(inputs=(Input("x", "uint8[N]", bytes_max=4),))
+    assert inputs.try_inline({"x": np.zeros(4, np.uint8)}) is not None
+    assert inputs.try_inline({"x": np.zeros(5, np.uint8)}) is None
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {},

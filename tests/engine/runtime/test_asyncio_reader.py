@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,41 @@ def test_a_short_pause_between_requests_does_not_stop_the_loop() -> None:
     assert not reader.is_idle(1000 + late_ms)
     assert not reader.is_idle(1000 + 1.9 * late_ms)
     assert reader.is_idle(1000 + 2 * late_ms)
+
+
+def test_functions_are_called_after_a_read_even_if_one_fails(caplog: pytest.LogCaptureFixture) -> None:
+    called: list[str] = []
+    accepted: list[bool] = []
+
+    def fail() -> None:
+        raise ValueError("of the caller")
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            accepted.append(reader.after_read(loop, fail))
+            accepted.append(reader.after_read(loop, lambda: called.append("second")))
+            other = threading.Thread(target=lambda: accepted.append(reader.after_read(loop, fail)))
+            other.start()
+            other.join()
+            assert not called
+
+        reader = AsyncioReader(read)
+        ours, theirs = os.pipe()
+        try:
+            reader.start(loop, ours)
+            assert not reader.after_read(loop, fail)  # it does not read now
+            reader._on_readable()
+        finally:
+            reader.close()
+            os.close(ours)
+            os.close(theirs)
+
+    asyncio.run(main())
+    assert accepted == [True, True, False]
+    assert called == ["second"]
+    assert "of the caller" in caplog.text
 
 
 def test_one_caller_after_another_wakes_the_thread_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
