@@ -38,7 +38,6 @@ from weftline.engine.serving.grpc.guard import Guard, UnknownMethod
 from weftline.engine.serving.grpc.nghttp2 import (
     BODY,
     CLOSED,
-    END,
     OK_TRAILERS,
     REQUEST,
     STREAM_WINDOW_BYTES,
