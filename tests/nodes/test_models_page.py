@@ -142,7 +142,7 @@ def test_the_page_has_a_row_for_every_family() -> None:
     assert [row[1].split("`")[1] for row in FAMILY_ROWS] == [family.architecture for family in FAMILIES.values()]
 
 
-@pytest.mark.slow(but_first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("row", FAMILY_ROWS, ids=lambda row: row[0])
 def test_the_step_of_a_family_is_checked_and_runs(tmp_path: Path, row: tuple[str, ...]) -> None:
     _, architecture, step, outputs = row

@@ -369,6 +369,7 @@ def file(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_server_ranks_documents_as_transformers_scores_them(folder: Path, file: Path) -> None:
     with Repository() as repository:
 
@@ -388,6 +389,7 @@ def test_a_server_ranks_documents_as_transformers_scores_them(folder: Path, file
     np.testing.assert_allclose([one["relevance_score"] for one in results], np.sort(wanted)[::-1][:3], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pipeline_reranks_and_scores_nothing_for_no_passages(folder: Path, file: Path) -> None:
     with weftline.load(file).open() as session:
         passages = ["w3", "w4 w5 w6", "w3"]

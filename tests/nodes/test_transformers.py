@@ -165,6 +165,7 @@ def test_sleep_moves_the_weights_to_host_memory_and_wake_back(tmp_path: Path, mo
     assert moves == ["cpu", "cuda:1"]
 
 
+@pytest.mark.slow
 def test_candidate_labels_are_wired_in_a_pipeline_file(tmp_path: Path) -> None:
     import weftline
 

@@ -93,6 +93,7 @@ def test_noise_is_that_of_the_seed_whatever_was_drawn_before(tmp_path: Path) -> 
     assert len(second) != len(first) or not np.array_equal(second, first)
 
 
+@pytest.mark.slow
 def test_a_server_speaks_as_the_pipeline_does(tmp_path: Path) -> None:
     random_models.save_vits(tmp_path / "m")
     file = tmp_path / "p.yaml"
