@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.config import HttpConfig, ServeConfig
+from weftline.engine.serving.config import HttpConfig, ServeConfig, ServedPipeline
 from weftline.engine.serving.http.server import HttpServer
+from weftline.engine.serving.local import LocalBackend
 
 T = TypeVar("T")
 
@@ -69,3 +71,17 @@ def hosted(
             yield found
         finally:
             found.call(found.server.stop(0.0))
+
+
+@contextmanager
+def hosted_pipelines(served: Mapping[str, ServedPipeline]) -> Iterator[Hosted]:
+    """Open a server with real pipelines, by name."""
+    with Repository() as repository:
+
+        async def open_backend() -> LocalBackend:
+            backend = LocalBackend(repository, served)
+            await backend.open()
+            return backend
+
+        with hosted(open_backend) as endpoint:
+            yield endpoint

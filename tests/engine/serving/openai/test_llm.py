@@ -8,10 +8,8 @@ import msgspec
 import openai
 import pytest
 
-from tests.engine.serving.http.hosted import Hosted, hosted
-from weftline.engine.repository import Repository
+from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.local import LocalBackend
 
 MODEL = Path(__file__).resolve().parents[4] / "examples/models/shapes-chat"
 CHAT = f"""
@@ -47,15 +45,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
     (folder / "chat.yaml").write_text(CHAT)
     served = {"chat": ServedPipeline(folder / "chat.yaml")}
-    with Repository() as repository:
-
-        async def open_backend() -> LocalBackend:
-            backend = LocalBackend(repository, served)
-            await backend.open()
-            return backend
-
-        with hosted(open_backend) as endpoint:
-            yield endpoint
+    with hosted_pipelines(served) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,8 @@ from PIL import Image
 
 from tests.engine.llm import tiny
 from tests.engine.llm.vision.tiny_vision import TinyVision, asked, make, picture
-from tests.engine.serving.http.hosted import Hosted, hosted
-from weftline.engine.repository import Repository
+from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.local import LocalBackend
 
 CHAT = """
 weftline: 1
@@ -41,15 +39,8 @@ def client(model: TinyVision, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (folder / "see.yaml").write_text(CHAT.format(name="see", model=model.folder))
     (folder / "read.yaml").write_text(CHAT.format(name="read", model=folder / "texts"))
     served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("see", "read")}
-    with Repository() as repository:
-
-        async def open_backend() -> LocalBackend:
-            backend = LocalBackend(repository, served)
-            await backend.open()
-            return backend
-
-        with hosted(open_backend) as endpoint, _client(endpoint) as client:
-            yield client
+    with hosted_pipelines(served) as endpoint, _client(endpoint) as client:
+        yield client
 
 
 def _client(endpoint: Hosted) -> openai.OpenAI:

@@ -12,10 +12,8 @@ import pytest
 from transformers import AddedToken
 
 from tests.engine.llm import tiny
-from tests.engine.serving.http.hosted import Hosted, hosted
-from weftline.engine.repository import Repository
+from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.local import LocalBackend
 
 TEMPLATE = (Path(__file__).parents[2] / "llm/templates/qwen3.jinja").read_text()
 CHAT = """
@@ -67,15 +65,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Iterator[H
         tiny.save(folder / name, words)
         (folder / f"{name}.yaml").write_text(CHAT.format(name=name))
     served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "thinks")}
-    with Repository() as repository:
-
-        async def open_backend() -> LocalBackend:
-            backend = LocalBackend(repository, served)
-            await backend.open()
-            return backend
-
-        with hosted(open_backend) as endpoint:
-            yield endpoint
+    with hosted_pipelines(served) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ import openai
 import pytest
 import soundfile
 
-from tests.engine.serving.http.hosted import Hosted, hosted
-from weftline.engine.repository import Repository
+from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.local import LocalBackend
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 EARS = f"""
@@ -41,15 +39,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
     (folder / "ears.yaml").write_text(EARS)
     served = {"ears": ServedPipeline(folder / "ears.yaml")}
-    with Repository() as repository:
-
-        async def open_backend() -> LocalBackend:
-            backend = LocalBackend(repository, served)
-            await backend.open()
-            return backend
-
-        with hosted(open_backend) as endpoint:
-            yield endpoint
+    with hosted_pipelines(served) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
