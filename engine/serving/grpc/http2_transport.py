@@ -252,7 +252,7 @@ class GrpcCall:
             if message is not None:
                 self._add_message(message, size, streamed)
                 continue
-            if size > FREE_BYTES:
+            if size - 5 > FREE_BYTES:
                 server.budget.take_now(size - 5)
                 self._held_bytes, self._receiving_large = size - 5, True
                 self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
@@ -308,8 +308,8 @@ class GrpcCall:
     # the method
 
     def start(self) -> None:
-        """Run the method, unless the stream is over."""
-        if self.stream.closed:
+        """Run the method, unless the stream or the call is over."""
+        if self.stream.closed or self._ended:
             return
         method, loop = self.method, self._connection.server.loop
         if isinstance(method, InferMethod):
@@ -550,6 +550,13 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._working = False
         if self._closed:
             return
+        try:
+            self._run_turn()
+        except Exception:
+            _log.exception("a gRPC connection failed")
+            self.abort()
+
+    def _run_turn(self) -> None:
         until_s = time.monotonic() + TURN_S
         while True:
             while self.ready:

@@ -49,7 +49,7 @@ class PlanCache:
         check: raises unless the caller may use the model; called before `info`.
         info:  returns the metadata of a model and version, or raises.
         """
-        held = self._models.get(model)
+        held = self._models.get(model) if len(head) <= HEAD_BYTES_MAX else None
         if held is None or (plan := held.plans.get((head, raws))) is None:
             return None
         check(model)

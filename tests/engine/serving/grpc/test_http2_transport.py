@@ -11,11 +11,12 @@ import socket
 import statistics
 import struct
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import hpack
@@ -25,6 +26,7 @@ import pytest
 from benchmarks.ingress_hostile import CANCEL, PREFACE, REFERENCE, SETTINGS, frame, headers, remembered
 from tests.engine.serving.grpc.requests import METHOD, request, text_request, wait_until
 from tests.engine.serving.grpc.served import ECHO, ENDLESS, TEXT, Served, served_in_thread
+from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import http2_transport
@@ -36,6 +38,8 @@ from weftline.engine.serving.grpc.nghttp2 import (
     Http2Connection,
     Http2Stream,
 )
+from weftline.engine.serving.grpc.service import InferMethod
+from weftline.errors import DeadlineExceeded
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTING, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 END_STREAM = ACK = 1
@@ -549,6 +553,43 @@ def test_messages_that_wait_are_counted_and_do_not_wait_forever(path: str, compl
                 wire.send(frame(DATA, 0, 1, b"x"))
             wire.receive(0.2)
         assert wire.wait(1).status == EXHAUSTED and budget.held_bytes == 0
+
+
+@pytest.mark.parametrize("size", [65_530, 65_531, 65_536, 65_537])
+def test_messages_about_the_size_of_a_large_one_are_answered(server: Served, size: int) -> None:
+    small = request("echo").SerializeToString()
+    more = size - len(small) - 5
+    whole = small + b"\xfa\x01" + bytes([more & 127 | 128, more >> 7 & 127 | 128, more >> 14]) + bytes(more)
+    assert len(whole) == size  # by an unknown field
+    with Wire(server) as wire:
+        for stream, message in ((1, small), (3, whole)):  # the plan of the first is kept
+            data = len(message).to_bytes(5, "big") + message
+            parts = [data[at : at + 16_000] for at in range(0, len(data), 16_000)]
+            wire.send(wire.begin(stream, call()), *(frame(DATA, 0, stream, part) for part in parts[:4]))
+            wire.receive(0.2)  # the window for what follows
+            wire.send(*(frame(DATA, 0, stream, part) for part in parts[4:]), frame(DATA, END_STREAM, stream, b""))
+            assert wire.wait(stream).status == OK
+
+
+def test_a_call_that_ended_before_its_turn_is_not_started() -> None:
+    async def run() -> None:
+        started: list[object] = []
+        inference = SimpleNamespace(start=lambda *call: started.append(call))
+        http2 = SimpleNamespace(allow=lambda *_: None, refuse=lambda *_: None)
+        server = SimpleNamespace(
+            now_s=0.0, message_bytes_max=1 << 20, budget=ByteBudget("x", 1 << 20), loop=asyncio.get_running_loop()
+        )
+        connection: Any = SimpleNamespace(server=server, http2=http2, ready=deque(), flush_soon=lambda: None)
+        stream = Http2Stream(1)
+        one = GrpcCall(connection, stream, InferMethod(inference), None)  # type: ignore[arg-type]
+        stream.body += b"\0\0\0\0\1x"
+        one.on_body()
+        one.on_end()
+        one.fail(DeadlineExceeded("late"))  # by the sweep, before the connection's next turn
+        connection.ready.popleft().start()
+        assert started == []
+
+    asyncio.run(run())
 
 
 def test_a_message_of_the_limit_fits_a_budget_of_the_same_size() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from weftline.engine.serving.config import ServeLimits
@@ -51,6 +52,13 @@ def test_equal_metadata_keeps_the_plans_and_any_other_drops_them() -> None:
     assert find(cache, b"head", info=msgspec.structs.replace(INFO)) is one
     assert find(cache, b"head", info=msgspec.structs.replace(INFO, version=2)) is None
     assert find(cache, b"head") is None
+
+
+def test_a_long_head_is_not_looked_up() -> None:
+    cache = PlanCache()
+    cache.add(request(), b"head", 1, plan(request()))
+    block = memoryview(np.zeros(HEAD_BYTES_MAX + 1, np.uint8)).toreadonly()  # of a large message; it has no hash
+    assert find(cache, block) is None  # type: ignore[arg-type]
 
 
 def test_a_model_that_ended_drops_its_plans() -> None:
