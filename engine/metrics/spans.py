@@ -99,7 +99,7 @@ def _request(record: Record) -> dict[str, Attribute]:
         attributes["gen_ai.provider.name"] = "weftline"
         attributes["gen_ai.request.model"] = record.model[:TEXT_MAX]
         attributes["gen_ai.usage.input_tokens"] = int(usage["prompt_tokens"])
-        if "completion_tokens" in usage:
+        if usage.get("completion_tokens") is not None:
             attributes["gen_ai.usage.output_tokens"] = int(usage["completion_tokens"])
         if usage.get("finish_reason"):
             attributes["gen_ai.response.finish_reasons"] = (str(usage["finish_reason"]),)

@@ -149,8 +149,11 @@ class AnswerStats:
 
     @classmethod
     def from_usage(cls, usage: Mapping[str, Any], first_ms: float, total_ms: float) -> AnswerStats:
-        """Return the statistics of an answer from the llm step's `usage` output and two times."""
-        tokens, prompt, cached = (usage[key] for key in ("completion_tokens", "prompt_tokens", "cached_tokens"))
+        """Return the statistics of an answer from the llm step's `usage` output and two times.
+
+        A count that an external engine does not send is 0.
+        """
+        tokens, prompt, cached = (usage[key] or 0 for key in ("completion_tokens", "prompt_tokens", "cached_tokens"))
         return cls(tokens, prompt, cached, first_ms, total_ms, usage["finish_reason"])
 
     def __str__(self) -> str:

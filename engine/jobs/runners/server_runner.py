@@ -265,7 +265,7 @@ class ServerRunner:
         }
         tally.note_texts(outputs, self._texts)
         for usage in outputs.get("usage", ()):
-            self._tokens += int(usage.get("completion_tokens", 0)) if isinstance(usage, dict) else 0
+            self._tokens += int(usage.get("completion_tokens") or 0) if isinstance(usage, dict) else 0
         return BlockResult(outputs, errors, tally)
 
     async def _run_row(self, inputs: Mapping[str, Any], seed: int, order: int) -> Result | RowError:

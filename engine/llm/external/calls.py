@@ -263,7 +263,7 @@ class _Slots:
             raise
 
     def release(self) -> None:
-        """Give a slot back."""
+        """Pass a slot to the most urgent waiting request, or free it."""
         while self._waiting:
             slot = heapq.heappop(self._waiting)[2]
             if not slot.done():

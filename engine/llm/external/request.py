@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,11 +93,27 @@ def _messages(config: ExternalLlmConfig, inputs: Mapping[str, Any]) -> list[dict
         raise InputError(f"llm: found {found} of prompt and messages, expected exactly one")
     if messages is not None:
         checked: list[dict[str, Any]] = mapped(check_messages(messages), str)
-        return checked
+        return [_with_encoded_calls(message) for message in checked]
     if not isinstance(prompt, str) or not prompt:
         raise InputError("prompt: found an empty text, expected at least one character")
     system = [{"role": "system", "content": config.system}] if config.system else []
     return [*system, {"role": "user", "content": prompt}]
+
+
+def _with_encoded_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose tool calls have their arguments as JSON text, as OpenAI's API has them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_encoded_arguments(call) for call in calls]}
+
+
+def _with_encoded_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _other_forms(params: SamplingParams, kind: str) -> dict[str, Any]:

@@ -324,6 +324,8 @@ def test_a_terminal_shows_figures_after_each_answer(step: ChatStep) -> None:
 
 
 def test_rates_count_tokens_after_the_first() -> None:
+    unknown = {"completion_tokens": 3, "prompt_tokens": 4, "cached_tokens": None, "finish_reason": "stop"}
+    assert "0 of 4 prompt tokens" in str(AnswerStats.from_usage(unknown, 1.0, 2.0))  # of an external engine
     one, two = AnswerStats(11, 20, 0, 500.0, 1500.0), AnswerStats(1, 40, 32, 100.0, 100.0)
     assert str(one) == "11 tokens at 10.0/s, first after 500 ms, 0 of 20 prompt tokens cached (0%)"
     assert str(two) == "1 token, first after 100 ms, 32 of 40 prompt tokens cached (80%)"

@@ -124,6 +124,20 @@ def test_callers_and_tenants_share_no_cached_prefix_and_no_name_is_sent() -> Non
     assert "cache_salt" not in body({"prompt": "hi"}, "openai", caller="ann")
 
 
+def test_calls_in_a_conversation_keep_their_arguments_as_text() -> None:
+    function = {"name": "look", "arguments": '{"at": "the sky"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    said = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "blue"},
+    ]
+    assert body({"messages": said})["messages"][1]["tool_calls"] == [call]
+    as_object = {**call, "function": {**function, "arguments": {"at": "the sky"}}}
+    said[1]["tool_calls"] = [as_object]
+    assert body({"messages": said})["messages"][1]["tool_calls"] == [call]
+
+
 def test_tools_and_their_choice() -> None:
     named = {"type": "function", "function": {"name": "look"}}
     assert body({"prompt": "hi", "tools": TOOLS})["tools"] == TOOLS
