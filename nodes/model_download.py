@@ -48,7 +48,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A file of a store. version: changes with its content, as far as the store tells."""
+    """A file of a store. version: changes with its content; '' where the store has none."""
 
     path: str
     size_bytes: int
@@ -56,7 +56,7 @@ class _Listed:
 
 
 def fetch(url: str, pinned: StoredModel | None, storage: Mapping[str, Any], report: Report) -> StoredModel:
-    """Have a model in the cache and return it, pinned; ModelError where it cannot be fetched.
+    """Download a model into the cache and return its pin; ModelError where it cannot be fetched.
 
     pinned:  what its files must be; None: what the store has now.
     storage: options of the store for fsspec.
@@ -68,9 +68,9 @@ def fetch(url: str, pinned: StoredModel | None, storage: Mapping[str, Any], repo
             for one in changed_files(pinned):
                 (pinned.folder / one.name).unlink(missing_ok=True)
             if missing := pinned.missing():
-                _reserve(sum(one.size_bytes for one in missing), url)
                 system, root = _connect(url, storage)
                 paths = {one.name: _Listed(_below(root, one.name, url), one.size_bytes, "") for one in missing}
+                _reserve(paths, pinned.folder, url)
                 hashes = {one.name: one.sha256 for one in missing}
                 _download(system, paths, hashes, pinned.folder, url, report)
         return pinned
@@ -79,8 +79,10 @@ def fetch(url: str, pinned: StoredModel | None, storage: Mapping[str, Any], repo
     what = json.dumps([url, *((name, one.size_bytes, one.version) for name, one in listed.items())])
     folder = cache_dir() / f"new-{hashlib.sha256(what.encode()).hexdigest()}"
     with _locked(folder):
-        _reserve(sum(one.size_bytes for one in listed.values()), url)
+        _reserve(listed, folder, url)
         hashes = _download(system, listed, {}, folder, url, report)
+        if _list(system, root, url) != listed:
+            raise ModelError(f"model {url}: it changed in the store while it was downloaded\n    fix: fetch it again")
         files = tuple(StoredFile(name, one.size_bytes, hashes[name]) for name, one in listed.items())
         found = StoredModel(url, files)
         with _locked(found.folder):
@@ -110,8 +112,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the file system of a URL, and the path there."""
-    if "::" in url or "@" in url.partition("://")[2].partition("/")[0]:
-        raise ModelError(f"model {url}: expected a plain URL, without a chain of file systems or a password")
+    protocol, _, rest = url.partition("://")
+    user = rest.partition("/")[0].rpartition("@")[0]  # of abfs:// it is the container
+    if "::" in url or "?" in url or "#" in url or ":" in user or (user and protocol.startswith("http")):
+        shown = url.replace(f"{user}@", "...@") if user else url.partition("?")[0]
+        raise ModelError(f"model {shown}: expected a plain URL, without a password, a query or a chain of file systems")
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -176,13 +181,25 @@ def _check_shards(system: Any, listed: Mapping[str, _Listed], url: str) -> None:
             raise ModelError(f"model {url}: {missing[0]} is missing, which {name} names ({len(missing)} in all)")
 
 
-def _reserve(size_bytes: int, url: str) -> None:
+def _reserve(listed: Mapping[str, _Listed], folder: Path, url: str) -> None:
+    """Raise ModelError when the disk has too little room for what is not in `folder` yet."""
+    size_bytes = sum(max(0, one.size_bytes - _present_bytes(folder / name)) for name, one in listed.items())
     free = shutil.disk_usage(cache_dir()).free
     if size_bytes > free:
         raise ModelError(
             f"model {url}: {size_bytes} bytes to download, {free} are free in {cache_dir()}\n"
             "    fix: free some, or set XDG_CACHE_HOME to another disk"
         )
+
+
+def _present_bytes(target: Path) -> int:
+    """Return the bytes of a file, or of its part that was downloaded."""
+    found = (one for one in (target, _part(target)) if one.is_file())
+    return max((one.stat().st_size for one in found), default=0)
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(f"{target.name}.part")
 
 
 def _download(
@@ -192,11 +209,14 @@ def _download(
 
     def one(name: str) -> str:
         file, target = listed[name], folder / name
+        part = _part(target)
+        if name not in hashes and not file.version:  # what is there may be of another version
+            target.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
         if target.is_file() and target.stat().st_size == file.size_bytes:
             return sha256_of(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         report(f"{name}: {file.size_bytes} bytes")
-        part = target.with_name(f"{target.name}.part")
         resumed = part.exists()
         found = _fill(system, file, part, url)
         if resumed and found != hashes.get(name, found):  # what was there may have been of another file

@@ -13,11 +13,11 @@ pin never finds other files. Pickled weights are never fetched.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -91,8 +91,9 @@ def cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "weftline" / "models"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "weftline" / "models"
+    except RuntimeError:
+        found = "this user has no home folder, and so no cache of fetched models"
+        raise ConfigError("model", found, "a cache folder", "set XDG_CACHE_HOME") from None
 
 
 def find_stored(model: str, base_dir: Path) -> Path | None:
@@ -145,17 +146,26 @@ def _read_model(url: str, files: Mapping[str, Any]) -> StoredModel:
     return StoredModel(url, found)
 
 
-def write_lock(base_dir: Path, models: Mapping[str, StoredModel]) -> None:
-    """Write the lock file of a folder."""
-    value = {
-        "models": {
-            url: {one.name: {"bytes": one.size_bytes, "sha256": one.sha256} for one in sorted(model.files, key=_name)}
-            for url, model in sorted(models.items())
+def add_pin(base_dir: Path, url: str, model: StoredModel) -> None:
+    """Pin a model in the lock file of a folder; other processes that do so meanwhile wait."""
+    descriptor = os.open(base_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        models = read_lock(base_dir) | {url: model}
+        value = {
+            "models": {
+                one: {
+                    file.name: {"bytes": file.size_bytes, "sha256": file.sha256}
+                    for file in sorted(found.files, key=_name)
+                }
+                for one, found in sorted(models.items())
+            }
         }
-    }
-    temporary = base_dir / f".{LOCK}.{os.getpid()}"
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(base_dir / LOCK)
+        temporary = base_dir / f".{LOCK}.{os.getpid()}"
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(base_dir / LOCK)
+    finally:
+        os.close(descriptor)
 
 
 def urls_of(options: Mapping[str, Any]) -> Iterator[str]:

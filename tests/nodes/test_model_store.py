@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -27,7 +28,7 @@ from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed
 from weftline.nodes.model_download import fetch
 from weftline.nodes.model_file import find_model
-from weftline.nodes.model_store import LOCK, StoredModel, cache_dir, read_lock, verify, write_lock
+from weftline.nodes.model_store import LOCK, StoredModel, add_pin, cache_dir, read_lock, verify
 from weftline.nodes.transformers_tasks.node import Transformers
 from weftline.pipelines.check.options import to_config
 
@@ -87,7 +88,7 @@ def test_a_fetched_model_is_a_folder_of_this_machine(tmp_path: Path, url: str) -
         find_model(url, tmp_path)
     assert "weftline fetch" in caught.value.fix
     model = fetch(url, None, {}, ignore)
-    write_lock(tmp_path, {url: model})
+    add_pin(tmp_path, url, model)
     folder = find_model(url, tmp_path)
     assert folder is not None and contents(folder) == {name: FILES[name] for name in KEPT}
     assert {one.name: one.sha256 for one in model.files} == {n: hashlib.sha256(FILES[n]).hexdigest() for n in KEPT}
@@ -106,7 +107,7 @@ def test_a_pinned_model_is_not_read_again(url: str, monkeypatch: pytest.MonkeyPa
 
 def test_changed_files_are_found_before_opening_and_replaced(tmp_path: Path, url: str) -> None:
     model = fetch(url, None, {}, ignore)
-    write_lock(tmp_path, {url: model})
+    add_pin(tmp_path, url, model)
     weights = model.folder / "model-00001-of-00002.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + b"!")
@@ -201,12 +202,58 @@ def test_a_full_disk_is_reported_before_the_download(url: str, monkeypatch: pyte
         fetch(url, None, {}, ignore)
 
 
+def test_what_was_downloaded_needs_no_further_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fetch(url, None, {}, ignore)
+    name = "model-00001-of-00002.safetensors"
+    part = model.folder / f"{name}.part"
+    (model.folder / name).rename(part)
+    part.write_bytes(part.read_bytes()[:-8])
+    monkeypatch.setattr(model_download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8}))
+    fetch(url, model, {}, ignore)
+    assert (model.folder / name).read_bytes() == FILES[name]
+
+
+def test_parts_of_unknown_versions_are_not_pinned(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_download, "_VERSION_KEYS", ())
+    first = fetch(url, None, {}, ignore)
+    name = "model-00001-of-00002.safetensors"
+    system, root = fsspec.core.url_to_fs(url)
+    listed = model_download._list(system, root, url)
+    what = json.dumps([url, *((one, found.size_bytes, "") for one, found in listed.items())])
+    left = cache_dir() / f"new-{hashlib.sha256(what.encode()).hexdigest()}"
+    left.mkdir()
+    (left / f"{name}.part").write_bytes(b"old" * 30)
+    (left / "config.json").write_bytes(b"x" * len(FILES["config.json"]))
+    assert fetch(url, None, {}, ignore) == first
+
+
+def test_a_model_that_changes_during_its_download_is_refused(url: str) -> None:
+    name = "model-00002-of-00002.safetensors"
+
+    def change(line: str) -> None:
+        if line.startswith(name):
+            put(url, {"config.json": b"{}" * 50})
+
+    with pytest.raises(ModelError, match="changed in the store"):
+        fetch(url, None, {}, change)
+
+
+def test_pins_of_two_commands_are_both_kept(tmp_path: Path, url: str) -> None:
+    model = fetch(url, None, {}, ignore)
+    urls = [f"memory://pinned/{place}" for place in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda one: add_pin(tmp_path, one, model), urls))
+    assert sorted(read_lock(tmp_path)) == urls
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
         ("memory://nothing/here", "0 files there"),
-        ("s3://key:secret@bucket/m", "without a chain of file systems or a password"),
-        ("simplecache::memory://m", "without a chain"),
+        ("s3://key:secret@bucket/m", r"model s3://\.\.\.@bucket/m: expected a plain URL, without a password"),
+        ("https://token@host/m.gguf", r"model https://\.\.\.@host/m.gguf: expected a plain URL"),
+        ("https://host/m.gguf?signature=secret", "model https://host/m.gguf: expected a plain URL"),
+        ("simplecache::memory://m", "expected a plain URL, without .* a chain of file systems"),
         ("nowhere://bucket/m", "Protocol not known: nowhere"),
         ("memory://nothing/m.gguf", "it cannot be listed: FileNotFoundError"),
     ],
@@ -236,7 +283,7 @@ def test_a_model_of_one_file_is_that_file(tmp_path: Path) -> None:
     at = f"memory://{uuid.uuid4().hex}/chat.gguf"
     put(at, {"": b"GGUF"})
     model = fetch(at, None, {}, ignore)
-    write_lock(tmp_path, {at: model})
+    add_pin(tmp_path, at, model)
     path = find_model(at, tmp_path)
     assert path is not None and path.name == "chat.gguf" and path.read_bytes() == b"GGUF"
 
@@ -320,7 +367,7 @@ def test_nodes_open_a_fetched_model_as_they_open_a_folder(tmp_path: Path, kind: 
         random_models.save_bert(head, folder)
         node_class, options, items = {"embed": Embed, "classify": Classify}[kind], {}, {"text": ["Anna lives in Paris"]}
     url = f"file://{folder}"
-    write_lock(tmp_path, {url: fetch(url, None, {}, ignore)})
+    add_pin(tmp_path, url, fetch(url, None, {}, ignore))
     answers, ports = [], []
     for model in (str(folder), url):
         config = to_config(node_class, {"model": model, **options})

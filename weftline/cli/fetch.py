@@ -9,7 +9,7 @@ import typer
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, model_error
 from weftline.nodes.model_download import fetch as fetch_model
-from weftline.nodes.model_store import LOCK, read_lock, urls_of, write_lock
+from weftline.nodes.model_store import LOCK, add_pin, read_lock, urls_of
 from weftline.pipelines.spec.loader import load_file
 
 
@@ -55,7 +55,7 @@ def fetch_file(file: str, update: bool, storage: dict[str, str]) -> None:
         try:
             known = read_lock(pipeline.base_dir)
             found = fetch_model(url, None if update else known.get(url), storage, lambda line: typer.echo(f"  {line}"))
-            write_lock(pipeline.base_dir, read_lock(pipeline.base_dir) | {url: found})
+            add_pin(pipeline.base_dir, url, found)
         except ConfigError as error:
             raise model_error(error) from None
         except ModelError as error:
