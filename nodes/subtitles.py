@@ -12,13 +12,14 @@ from typing import Any
 
 Segments = Sequence[Mapping[str, Any]]
 
+_ARROW = re.compile(r"-{2,}>")
 _LINE_ENDS = re.compile(r"[\r\n\x0b\x0c\x85\u2028\u2029]+\s*")
 
 
 def srt(segments: Segments) -> str:
     """Return the cues of `segments` as SRT: numbered from 1, times with a comma."""
     cues = (
-        f"{number}\n{_time(start, ',')} --> {_time(end, ',')}\n{text.replace('-->', '->')}\n"
+        f"{number}\n{_time(start, ',')} --> {_time(end, ',')}\n{_ARROW.sub('->', text)}\n"
         for number, (start, end, text) in enumerate(_cues(segments), 1)
     )
     return "\n".join(cues)

@@ -126,7 +126,7 @@ class Window:
 
     @property
     def last(self) -> bool:
-        """Whether the next decode is the last one that is allowed."""
+        """Return True if the next decode is the last permitted one."""
         return self.decodes + 1 >= max(math.ceil(self.frames / FRAMES_S), DECODES)
 
 

@@ -334,7 +334,7 @@ def _task_of_folder(config: YoloConfig, path: Path) -> YoloTask:
 
 
 def _task_of_file(config: YoloConfig, path: Path | None) -> YoloTask | None:
-    """Return the task of ultralytics weights, or None where neither the file nor, without it, its name tells."""
+    """Return the task of ultralytics weights, or None where neither the file nor, without it, its name shows it."""
     _check_pt_option(config, path)
     if path is None:
         return _task_of_name(config.model)

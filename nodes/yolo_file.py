@@ -5,8 +5,8 @@ A weftline-yolo folder holds model.safetensors, every tensor of the state dict, 
     {"format": "weftline-yolo", "architecture": {an ultralytics model yaml}, "names": {"0": "red circle", ...},
      "image_size": 320, "confidence": 0.25, "iou": 0.5}
 
-The last layer of the architecture tells the task. A model of task classify needs no confidence and iou; one of task
-pose may name its keypoints: "keypoints": ["nose", ...].
+The last layer of the architecture determines the task. A model of task classify needs no confidence and iou; a model of
+task pose may name its keypoints: "keypoints": ["nose", ...].
 
 The architecture is data, but ultralytics evaluates parts of it, so everything in it is checked first.
 """
@@ -263,7 +263,7 @@ def load_pickle(model: str, path: Path | None, task: YoloTask, image_size: int) 
 
 
 def _points_of(network: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of a pose network's keypoints: those it was trained with, where it knows them."""
+    """Return the names of a pose network's keypoints: those that it was trained with, where it stores them."""
     count = int(network.kpt_shape[0])
     known = getattr(network, "kpt_names", None)
     first = next(iter(known.values()), ()) if isinstance(known, dict) else ()

@@ -1,4 +1,4 @@
-"""Tasks of YOLO models: the last layer that tells them apart, the outputs, and the conversion of a picture's rows.
+"""Tasks of YOLO models: the last layer of each, the outputs, and the conversion of a picture's rows.
 
 A row of a network's output after suppression is float32: box of 4 numbers, score, class, and the numbers of its task.
 """

@@ -49,6 +49,7 @@ def test_times_never_run_backwards() -> None:
 def test_a_text_with_blank_lines_stays_one_cue(ends: str) -> None:
     segments = [{"start": 0, "end": 1, "text": f"a{ends}2\n00:00:00,000 --> 00:00:09,000\nb"}]
     assert srt(segments).count(" --> ") == 1 and "\n\n" not in srt(segments)
+    assert srt([{"start": 0, "end": 1, "text": "a ---> b"}]).count("-->") == 1
     assert vtt(segments).count("-->") == 1 and vtt(segments).count("\n\n") == 1
 
 

@@ -340,7 +340,7 @@ class TranscriptionBody(OpenAiBody):
 
     @property
     def timed(self) -> bool:
-        """Whether the response contains times."""
+        """Return True if the response contains times."""
         return self.response_format not in ("json", "text")
 
 

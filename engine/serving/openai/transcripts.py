@@ -25,7 +25,7 @@ def segments_of(model: str, value: Any) -> Segments:
     """Return the segments of a model's answer; StepError if they are none."""
     found = [] if value is None else value
     if not isinstance(found, list) or not all(_is_timed(one, "text") for one in found):
-        raise StepError(f"model {model} gave segments that are no list of objects with start, end and text")
+        raise StepError(f"model {model} returned segments that are no list of objects with start, end and text")
     return found
 
 
