@@ -46,7 +46,8 @@ CLOSE_MAX_S = 10.0
 _SPACES = r"( |\n{1,2}[ \t]{0,20})"
 """What JSON may have between its parts: enough to be indented, too little for a model to go on with for ever."""
 
-_TOKEN_ID = re.compile(r"<\[[0-9]{1,9}\]>")
+# a token by its id, or what may contain the same characters: a comment, a text
+_TOKEN_ID = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|<\[[0-9]{1,9}\]>')
 
 
 class Pending:
@@ -201,7 +202,8 @@ def _without_token_ids(constraint: Constraint) -> Constraint:
     """Replace tokens in a grammar by a letter, for the trial process, which does not have the model's tokens."""
     if constraint.kind != "grammar" or not isinstance(constraint.value, str):
         return constraint
-    return Constraint("grammar", _TOKEN_ID.sub('"t"', constraint.value))
+    letters = _TOKEN_ID.sub(lambda found: '"t"' if found[0].startswith("<") else found[0], constraint.value)
+    return Constraint("grammar", letters)
 
 
 def _translated(constraint: Constraint) -> str:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.grammar import compiler as grammar_module
-from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler, Pending
+from weftline.engine.llm.grammar.compiler import Constraint, GrammarCompiler, Pending, _without_token_ids
 from weftline.engine.llm.grammar.sandbox import TrialProcess
 from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
@@ -328,6 +328,12 @@ def test_hostile_constraints_are_prepared_or_refused_in_bounded_time(
     for forbidden in ("Traceback", ".rs", "/home", "/srv", "site-packages", str(Path.cwd()), "\n", "non-verbose"):
         assert forbidden not in found
     assert all(path in shown for path in re.findall(r"/(?:etc|tmp|usr|proc)[/\w]*", found))
+
+
+@pytest.mark.parametrize("text", ['start: "<[1]>"', 'start: "a <[1]> b" // "', 'start: %json {"const": "<[1]>"}'])
+def test_a_text_that_looks_like_a_token_id_stays_a_text(compiler: GrammarCompiler, text: str) -> None:
+    assert _without_token_ids(Constraint("grammar", text)).value == text
+    assert "unknown name" not in outcome(compiler.submit(Constraint("grammar", text)))
 
 
 def test_after_all_that_others_are_served(compiler: GrammarCompiler) -> None:
