@@ -23,7 +23,9 @@ from weftline.nodes.hugging_face import (
     check_folder,
     check_kind,
     find_config,
+    find_folder,
     find_weights,
+    read_json,
     read_template,
 )
 from weftline.nodes.model_file import find_model, need_file, safetensors_names
@@ -81,6 +83,11 @@ def template_of(model: str, base_dir: Path) -> str:
     """Return the text of a checked model's chat templates; '' without one."""
     if model.endswith(".gguf"):
         return str(read_gguf(need_file(model, base_dir), model).settings.get("tokenizer.chat_template", ""))
+    folder = find_folder(model, base_dir)
+    if folder is not None and family_of(find_config(model, base_dir)) is not None:  # as the image reader does
+        found = read_json(folder / "chat_template.json", f"{model}/chat_template.json")
+        if not (folder / "chat_template.jinja").is_file() and isinstance(found, dict):
+            return str(found.get("chat_template") or "")
     return read_template(model, base_dir)
 
 

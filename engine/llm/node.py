@@ -23,11 +23,12 @@ from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.ports import TENANT, answer_outputs, head_ports, request_inputs
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
+from weftline.engine.llm.sequence import urgency_ms
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
 from weftline.engine.llm.vision.messages import refuse_images, shows_pictures
 from weftline.engine.llm.vision.ports import check_draft, image_notes, image_ports
-from weftline.errors import InputError, WeftlineError
+from weftline.errors import InputError, StepError, WeftlineError
 from weftline.node import (
     USUAL,
     DeviceMemoryLimit,
@@ -73,6 +74,10 @@ class _Request:
     inputs: Mapping[str, Any]
     urgency: Urgency
     now_ms: float
+
+    @property
+    def deadline_ms(self) -> float | None:
+        return None if self.urgency.left_ms is None else self.now_ms + self.urgency.left_ms
 
 
 class Llm(StreamNode):
@@ -136,7 +141,9 @@ class Llm(StreamNode):
         except ModuleNotFoundError as error:
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens, self._images = open_engine(self.config, context)
-        self._decoding = DecodingThread() if self._images is not None else None
+        if self._images is not None:
+            self._images = dataclasses.replace(self._images, held_bytes=self._held_image_bytes)
+            self._decoding = DecodingThread()
         self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
@@ -197,7 +204,8 @@ class Llm(StreamNode):
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         request = _Request(item, inputs, urgency, _now_ms())
         if self._decoding is not None and self._images is not None and shows_pictures(inputs):
-            self._decoding.add(item, request, partial(self._images.take, inputs))
+            due_ms = urgency_ms(request.now_ms, request.deadline_ms, urgency.priority)
+            self._decoding.add(item, request, partial(self._images.take, inputs), due_ms)
         else:
             self._prepare(request)
 
@@ -205,7 +213,6 @@ class Llm(StreamNode):
         """Check a request and hand it to the engine. taken: its inputs without their pictures, and these."""
         engine, words = self._opened()
         item, inputs, urgency, now_ms = request.item, request.inputs, request.urgency, request.now_ms
-        deadline_ms = None if urgency.left_ms is None else now_ms + urgency.left_ms
         try:
             pool = engine.runner.head is not None
             if pool:
@@ -216,7 +223,7 @@ class Llm(StreamNode):
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
                 urgency.priority,
-                deadline_ms,
+                request.deadline_ms,
                 _salt(urgency.caller, _name(inputs, "tenant")),
                 _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
@@ -233,6 +240,21 @@ class Llm(StreamNode):
                 self._long.append(asked)
             else:
                 self._add(asked)
+
+    def _prepare_or_refuse(self, request: _Request, taken: Taken) -> None:
+        """Prepare a request within a round, where an exception would fail all items."""
+        try:
+            self._prepare(request, taken)
+        except Exception as error:
+            failure = StepError(f"this request cannot be read: {type(error).__name__}")
+            failure.__cause__ = error
+            self._refuse(request.item, failure)
+
+    def _held_image_bytes(self) -> int:
+        """Return the bytes of the pixels of all requests, those that wait for KV memory among them."""
+        vision = self._opened()[0].runner.vision
+        waiting = sum(image.pixels.nbytes for one in self._long for image in one.prepared.images)
+        return waiting + (vision.held_bytes() if vision is not None else 0)
 
     def _add(self, asked: _Submitted) -> None:
         """Add an item to the engine; one that is refused gets a piece with the error."""
@@ -278,7 +300,7 @@ class Llm(StreamNode):
             stats.pages_used * stats.page_bytes,
             stats.pages_idle * stats.page_bytes,
             stats.pages_free * stats.page_bytes,
-            stats.waiting + len(self._long) + len(self._decoding or ()),
+            stats.waiting + len(self._long),
             stats.preemptions,
             max((self._wanted_bytes(one) for one in self._long), default=0),
         )
@@ -322,7 +344,7 @@ class Llm(StreamNode):
             if isinstance(taken, WeftlineError):
                 self._refuse(request.item, taken)
             else:
-                self._prepare(request, taken)
+                self._prepare_or_refuse(request, taken)
         pieces, self._refused = self._refused, []
         for update in engine.step(_now_ms()):
             self._take(update, pieces)

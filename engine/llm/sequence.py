@@ -41,6 +41,13 @@ MOVES: dict[tuple[str, str], str] = {
 LIVE = frozenset(state for state, _ in MOVES)
 
 
+def urgency_ms(arrived_ms: float, deadline_ms: float | None, priority: int) -> float:
+    """Return the urgency of a request, lower first; see `Sequence.due_ms`."""
+    patient_ms = arrived_ms + PATIENCE_MS
+    due_ms = patient_ms if deadline_ms is None else min(deadline_ms, patient_ms)
+    return due_ms - priority * PRIORITY_STEP_MS
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One answer of a request inside the engine; owned by the schedule.
@@ -119,9 +126,7 @@ class Sequence:
         return self.tokens[self.prompt :]
 
     def __post_init__(self) -> None:
-        patient_ms = self.arrived_ms + PATIENCE_MS
-        due_ms = patient_ms if self.deadline_ms is None else min(self.deadline_ms, patient_ms)
-        self.due_ms = due_ms - self.priority * PRIORITY_STEP_MS
+        self.due_ms = urgency_ms(self.arrived_ms, self.deadline_ms, self.priority)
         self.rank = (self.due_ms, self.order)
 
     def expired(self, now_ms: float) -> bool:

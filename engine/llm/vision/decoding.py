@@ -1,14 +1,16 @@
 """Decoding of pictures beside the rounds: a large picture takes as long as many rounds.
 
-One thread decodes and hashes the pictures of requests in their order. What needs the tokenizer is left to the thread of
-the rounds. The decoding thread is at most AHEAD_MAX requests ahead of it, which bounds the memory of pixels.
+One thread decodes and hashes the pictures of requests, the most urgent first. What needs the tokenizer is left to the
+thread of the rounds. The decoding thread is at most AHEAD_MAX requests ahead of it, which bounds the memory of pixels.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from threading import Semaphore
+from itertools import count
+from threading import Lock, Semaphore
 from typing import Generic, TypeVar
 
 from weftline.errors import StepError, WeftlineError
@@ -28,18 +30,36 @@ class DecodingThread(Generic[Request, Result]):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self._waiting: dict[int, tuple[Request, Future[Result]]] = {}
         self._ahead = Semaphore(AHEAD_MAX)
+        self._lock = Lock()
+        self._queue: list[tuple[float, int, Future[Result], Callable[[], Result]]] = []
+        self._order = count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: int, request: Request, decode: Callable[[], Result]) -> None:
-        """Queue a request; `decode` runs in the thread."""
+    def add(self, item: int, request: Request, decode: Callable[[], Result], due_ms: float = 0.0) -> None:
+        """Queue a request; `decode` runs in the thread. due_ms: urgency, lower first."""
+        future: Future[Result] = Future()
+        self._waiting[item] = (request, future)
+        with self._lock:
+            heapq.heappush(self._queue, (due_ms, next(self._order), future, decode))
+        self._pool.submit(self._decode_next)
 
-        def decode_in_turn() -> Result:
-            self._ahead.acquire()
-            return decode()
-
-        self._waiting[item] = (request, self._pool.submit(decode_in_turn))
+    def _decode_next(self) -> None:
+        """Decode the pictures of the most urgent request that was not cancelled, if there is one."""
+        self._ahead.acquire()
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._ahead.release()
+                    return
+                _, _, future, decode = heapq.heappop(self._queue)
+            if future.set_running_or_notify_cancel():
+                break
+        try:
+            future.set_result(decode())
+        except BaseException as error:
+            future.set_exception(error)
 
     def cancel(self, item: int) -> bool:
         """Drop a request; return whether it was there."""
@@ -65,6 +85,8 @@ class DecodingThread(Generic[Request, Result]):
         return results
 
     def close(self) -> None:
+        with self._lock:
+            self._queue.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._ahead.release(len(self._waiting) + 1)  # the thread may wait for its turn
         self._waiting.clear()

@@ -1,8 +1,9 @@
 """Vision encoder of a model: features of pictures, and a round's inputs with them in place.
 
 Features are computed when a round first needs them, in one call for pictures of one shape: those of the round, and
-those of requests that wait. They stay in the host's memory (`FeatureCache`); a picture whose features were evicted, as
-may happen before a preempted prompt is computed again, is encoded again.
+those of requests that wait. They stay in the host's memory (`FeatureCache`), those of a picture that is read in several
+rounds until its last one. A picture whose features were evicted, as may happen before a preempted prompt is computed
+again, is encoded again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weftline.engine.llm.vision.families import Family
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
 from weftline.engine.llm.vision.layout import ImageLayout
 from weftline.engine.llm.vision.prompt import PromptImage, to_prompt_image
-from weftline.errors import ModelError
+from weftline.errors import LimitReached, ModelError
 from weftline.nodes.out_of_memory import is_out_of_memory
 
 IMAGES_PER_CALL_MAX = 8
@@ -48,6 +49,7 @@ class ImageEncoder:
         self._embedding = model.get_input_embeddings()
         self._pending: dict[FeatureKey, tuple[int, PromptImage]] = {}  # of live requests, not encoded yet
         self._held: dict[int, int] = {}  # bytes of the pixels of each live request
+        self._partial: dict[FeatureKey, tuple[int, Tensor]] = {}  # request and features of pictures read in part
 
     def hold(self, id: int, salt: bytes, images: Sequence[PromptImage]) -> None:
         """Announce the pictures of a request: they may be encoded together with those of others."""
@@ -59,6 +61,7 @@ class ImageEncoder:
         """Forget the pictures of a request that has ended."""
         self._held.pop(id, None)
         self._pending = {key: one for key, one in self._pending.items() if one[0] != id}
+        self._partial = {key: one for key, one in self._partial.items() if one[0] != id}
 
     def held_bytes(self) -> int:
         """Return the bytes of the pixels of live requests."""
@@ -67,6 +70,7 @@ class ImageEncoder:
     def forget(self) -> None:
         """Drop all features."""
         self.cache.clear()
+        self._partial.clear()
 
     def shift(self, chunks: Sequence[ScheduledChunk], spans: Sequence[Span]) -> bool:
         """Set the shift of each chunk's span; return whether a chunk has features, so that it needs `inputs`."""
@@ -91,10 +95,15 @@ class ImageEncoder:
         embedded = self._embedding(ids)
         row = 0
         for chunk in chunks:
+            stop = chunk.start + chunk.count
             for key, image in _images_in(chunk):
-                for part, first in image.within(chunk.start, chunk.start + chunk.count):
+                for part, first in image.within(chunk.start, stop):
                     at = row + part.start - chunk.start
                     embedded[0, at : at + len(part)] = features[key][first : first + len(part)].to(device)
+                if image.stop > stop:  # its next chunk needs them, also where the cache is too small
+                    self._partial[key] = (chunk.sequence.id, features[key])
+                else:
+                    self._partial.pop(key, None)
             row += chunk.count
         return {"inputs_embeds": embedded, **positions}
 
@@ -144,7 +153,7 @@ class ImageEncoder:
         found: dict[FeatureKey, Tensor] = {}
         missing: dict[FeatureKey, PromptImage] = {}
         for key, image in needed.items():
-            features = self.cache.get(key)
+            features = self._partial[key][1] if key in self._partial else self.cache.get(key)
             if features is None:
                 missing[key] = image
             else:
@@ -179,14 +188,20 @@ class ImageEncoder:
     def _encode_or_fewer(
         self, group: dict[FeatureKey, PromptImage], missing: dict[FeatureKey, PromptImage]
     ) -> list[Tensor]:
-        """Encode a group; where memory is short, its first picture alone, which is a missing one."""
+        """Encode a group; where that fails, its first picture alone, which is a missing one."""
         images = list(group.values())
+        if len(images) > 1:
+            try:
+                return self._encode(images)
+            except Exception:
+                images = images[:1]
+        # Outside the handler, where nothing references the tensors of the failed call.
         try:
             return self._encode(images)
         except Exception as error:
-            if len(images) == 1 or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
-        return self._encode(images[:1])
+        raise LimitReached("out of memory: there is none for a picture of this request, alone in a call")
 
     def _encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
         """Return the features of pictures of one shape, [features, width] each, on the host."""
@@ -200,7 +215,7 @@ class ImageEncoder:
             if features.shape[0] != image.features:
                 sizes = f"{features.shape[0]} features, and the prompt {image.features} tokens for them"
                 raise ModelError(f"a picture has {sizes}: config.json and the image processor's settings disagree")
-        return [features.to("cpu") for features in found]
+        return [features.to("cpu", copy=True) for features in found]  # views of the call's tensor would keep all of it
 
     def _process(self, pixels: np.ndarray) -> dict[str, Tensor]:
         """Return the model's inputs for one picture, each with a leading axis to join them at."""

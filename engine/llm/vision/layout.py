@@ -21,6 +21,8 @@ from weftline.errors import InputError, ModelError
 
 ASPECT_MAX = 200
 """Largest ratio of a picture's sides, as in Qwen2-VL's image processor."""
+CROPPED_ASPECT_MAX = 50
+"""The same where the shorter side is resized to the model's before the picture is cut: pixels grow with the ratio."""
 FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
 """Markers around a tile of Idefics3 and SmolVLM, and of the whole picture."""
 
@@ -46,6 +48,7 @@ class FixedLayout:
     count: int
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
+        _check_sides(height, width, CROPPED_ASPECT_MAX)
         return ImageTokens((self.placeholder,) * self.count, (range(self.count),))
 
     def largest(self, tokens_max: int) -> tuple[int, int]:
@@ -62,9 +65,7 @@ class GridLayout:
     pixels_max: int
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
-        if max(height, width) > ASPECT_MAX * min(height, width):
-            found = f"found a picture of {width} x {height} pixels"
-            raise InputError(f"{found}, expected sides of a ratio of at most {ASPECT_MAX}")
+        _check_sides(height, width, ASPECT_MAX)
         rows, columns = self._grid(height, width)
         count = rows * columns
         return ImageTokens((self.placeholder,) * count, (range(count),), (rows, columns))
@@ -99,6 +100,7 @@ class TileLayout:
     side_max: int
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
+        _check_sides(height, width, ASPECT_MAX)
         tokens = tuple(self.encode(self._text(*self.split(height, width))))
         runs: list[range] = []
         for at, token in enumerate(tokens):
@@ -126,6 +128,15 @@ class TileLayout:
             for row in range(rows)
         )
         return f"{tiles}\n{whole}"
+
+
+def _check_sides(height: int, width: int, aspect_max: int) -> None:
+    """Raise InputError for a picture without pixels, or one that is too thin."""
+    found = f"found a picture of {width} x {height} pixels"
+    if min(height, width) < 1:
+        raise InputError(f"{found}, expected at least one pixel")
+    if max(height, width) > aspect_max * min(height, width):
+        raise InputError(f"{found}, expected sides of a ratio of at most {aspect_max}")
 
 
 def layout_of(family: Family, config: Any, processor: Any, placeholder: str, encode: Encode) -> ImageLayout:

@@ -57,6 +57,17 @@ def test_a_cancelled_request_does_not_come_back_and_frees_its_turn():
     thread.close()
 
 
+def test_the_most_urgent_request_is_decoded_first():
+    gate, thread = threading.Event(), DecodingThread[str, Any]()
+    thread.add(0, "blocked", gate.wait)
+    for item, due_ms in ((1, 30.0), (2, 10.0), (3, 20.0), (4, 10.0)):
+        thread.add(item, f"{item}", time.monotonic, due_ms)
+    gate.set()
+    found = sorted(_all(thread, 5)[1:], key=lambda one: one[1])
+    assert [request for request, _ in found] == ["2", "4", "3", "1"]
+    thread.close()
+
+
 def test_the_thread_waits_until_results_are_fetched():
     done: list[int] = []
     thread: DecodingThread[str, Any] = DecodingThread()

@@ -10,7 +10,7 @@ import torch
 from tests.engine.llm.vision.test_answers import ONE, OTHER, TEXT, TOKENS, WIDE, Request, add, engine_of, finish, opened
 from tests.engine.llm.vision.tiny_vision import TinyVision, asked, picture
 from weftline.engine.llm.node import Llm
-from weftline.errors import LimitReached, ModelError
+from weftline.errors import LimitReached, ModelError, StepError
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def test_a_cancelled_request_leaves_no_picture(model):
 def test_short_memory_halves_the_call_and_not_the_answers(model, monkeypatch):
     node, calls = opened(model), []
     vision = engine_of(node).runner.model.get_image_features
+    limit = engine_of(node)._executor._prefill_limit
 
     def short(pixel_values: Any, image_grid_thw: Any) -> Any:
         calls.append(len(image_grid_thw))
@@ -102,16 +103,20 @@ def test_short_memory_halves_the_call_and_not_the_answers(model, monkeypatch):
     found = finish(node)
     assert [found[0], found[1]] == [model.answer(*ONE, TOKENS), model.answer(*OTHER, TOKENS)]
     assert calls == [2, 1, 1]
+    assert limit.failures == 0
     node.close()
 
 
-def test_a_picture_that_fails_fails_its_request_alone(model, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "named"), [(torch.OutOfMemoryError("out of memory"), LimitReached), (ValueError("wrong"), StepError)]
+)
+def test_a_picture_that_fails_fails_its_request_alone(model, monkeypatch, error, named):
     node = opened(model)
     encode = encoder_of(node)._process
 
     def failing(pixels: Any) -> Any:
         if pixels[0, 0, 0] == OTHER[1][0][0, 0, 0]:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         return encode(pixels)
 
     monkeypatch.setattr(encoder_of(node), "_process", failing)
@@ -123,9 +128,29 @@ def test_a_picture_that_fails_fails_its_request_alone(model, monkeypatch):
             found.setdefault(update.id, []).extend(update.tokens)
             if update.error is not None:
                 errors[update.id] = update.error
-    assert isinstance(errors.pop(1), LimitReached)
+    assert isinstance(errors.pop(1), named)
     assert not errors
+    assert engine._executor._prefill_limit.failures == 0  # of prompts, whose tokens have nothing to do with it
     assert (found[0], found[2]) == (model.answer(*ONE, TOKENS), model.answer(*TEXT, TOKENS))
+    node.close()
+
+
+def test_a_picture_that_is_read_in_several_rounds_is_encoded_once(model):
+    node = opened(model, round_tokens_max=5, image_cache_bytes=1)
+    add(node, 0, WIDE)
+    assert finish(node)[0] == model.answer(*WIDE, TOKENS)
+    encoder = encoder_of(node)
+    assert encoder.encoded == len(WIDE[1]) and not encoder._partial
+    node.close()
+
+
+def test_kept_features_have_memory_of_their_own(model):
+    node = opened(model)
+    for id in range(4):
+        add(node, id, shown(id))
+    finish(node)
+    for features in encoder_of(node).cache._entries.values():
+        assert features.untyped_storage().nbytes() == features.nbytes
     node.close()
 
 

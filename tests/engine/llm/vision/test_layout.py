@@ -53,6 +53,13 @@ def test_a_strip_is_refused():
         layout.tokens_of(10, 2001)
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "idefics3"])
+@pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (0, 5), (5, 0), (0, 0)])
+def test_a_picture_without_pixels_or_too_thin_is_refused(models, family, size):
+    with pytest.raises(InputError, match=r"at least one pixel|sides of a ratio"):
+        _layout(models(family)).tokens_of(*size)
+
+
 def test_a_processor_without_a_fixed_size_is_refused(models):
     model = models("llava")
 

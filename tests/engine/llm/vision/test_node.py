@@ -6,19 +6,22 @@ import base64
 import io
 import json
 import shutil
+import time
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from tests.engine.llm import tiny
 from tests.engine.llm.vision.test_answers import engine_of, expected, opened
 from tests.engine.llm.vision.tiny_vision import TinyVision, asked, picture
+from weftline.engine.llm.model_check import template_of
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.vision.layout import FixedLayout
 from weftline.engine.llm.vision.reader import ImageReader
-from weftline.errors import InputError, LimitReached, ModelError
+from weftline.errors import InputError, LimitReached, ModelError, StepError
 from weftline.nodes.contract import OpenContext, Piece
 from weftline.nodes.template import PICTURE
 
@@ -167,6 +170,14 @@ def test_the_template_of_older_processors_is_used(models, tmp_path):
     node.close()
 
 
+def test_a_plan_reads_the_template_of_older_processors(models, tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(models("llava").folder, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "<tool_call>"}))
+    assert template_of("m", tmp_path) == "<tool_call>"
+
+
 def test_a_template_that_shows_no_pictures_is_refused(models, tmp_path):
     shutil.copytree(models("llava").folder, tmp_path / "text")
     (tmp_path / "text" / "chat_template.jinja").write_text(tiny.TEMPLATE)
@@ -237,6 +248,46 @@ def test_pixels_of_live_requests_have_a_limit(models, monkeypatch):
     assert last[1].error is None and last[3].error is None
     assert engine_of(node).runner.vision.held_bytes() == 0
     assert answer(node, prompt="a", images=[picture(20, 20)])
+    node.close()
+
+
+def test_pixels_of_requests_that_wait_for_memory_count(models, monkeypatch):
+    monkeypatch.setattr("weftline.engine.llm.vision.reader.HELD_BYTES_MAX", 1000)
+    node = opened(models("llava"), sampling=SAMPLING)
+    node._kv_most_bytes = 1 << 30
+    monkeypatch.setattr(type(engine_of(node)), "context_max", property(lambda engine: 1))
+    for item in (1, 2):
+        node.submit(item, {"prompt": "a", "images": [picture(20, 20)]})
+    until = time.monotonic() + 10
+    last: dict[int, Piece] = {}
+    while 2 not in last and time.monotonic() < until:
+        last |= {piece.item: piece for piece in node.round()}
+    assert isinstance(last[2].error, LimitReached) and len(node._long) == 1
+    assert node.memory().waiting == 1
+    node.close()
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "idefics3"])
+def test_an_empty_picture_fails_its_request_alone(models, family):
+    node = opened(models(family), sampling=SAMPLING)
+    node.submit(1, {"prompt": "a", "images": [np.zeros((0, 5, 3), np.uint8)]})
+    node.submit(2, {"prompt": "a", "images": [picture()]})
+    last: dict[int, Piece] = {}
+    while node.busy:
+        last |= {piece.item: piece for piece in node.round()}
+    assert isinstance(last[1].error, InputError) and last[2].error is None
+    node.close()
+
+
+def test_a_request_that_cannot_be_prepared_fails_alone(model, monkeypatch):
+    node = opened(model, sampling=SAMPLING)
+    monkeypatch.setattr(type(node._images.layout), "tokens_of", lambda layout, height, width: 1 // (width - 21))
+    node.submit(1, {"prompt": "a", "images": [picture(20, 21)]})
+    node.submit(2, {"prompt": "a"})
+    last: dict[int, Piece] = {}
+    while node.busy:
+        last |= {piece.item: piece for piece in node.round()}
+    assert isinstance(last[1].error, StepError) and last[2].error is None
     node.close()
 
 
