@@ -27,7 +27,7 @@ _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 """White space in a call's JSON is fixed: with a choice, a model could continue with spaces without end."""
 
 _SPECIAL = ("::=", "<[")
-"""What has a meaning in a grammar, and is escaped in a schema."""
+"""Characters with a meaning in a grammar, which are escaped in a schema."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What `check` knows of a model with pictures, from its folder alone."""
+"""Checks of a model with pictures, from its folder alone."""
 
 from __future__ import annotations
 
