@@ -35,7 +35,7 @@ def _step(engine: Engine, found: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "idefics3", "llava"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_answers_do_not_depend_on_rounds(models: Any, family: str, seed: int) -> None:
     model: TinyVision = models(family)
     rng = random.Random(seed)

@@ -468,6 +468,7 @@ def test_client_that_opens_no_window_is_disconnected(
     is_well(server)
 
 
+@pytest.mark.slow
 def test_an_idle_connection_is_not_taken_for_a_stalled_one(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_transport, "STALL_S", 2.5)
     with Wire(server, STREAM_CLOSED_SETTINGS) as wire:
