@@ -30,6 +30,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read once, when torch is imported
 
+import faster_whisper
 import numpy as np
 import torch
 import transformers
@@ -37,6 +38,7 @@ import whisper
 from PIL import Image
 
 from benchmarks.conditions import conditions, spread
+from benchmarks.whisper_conversion import convert
 from weftline.engine.session import Session, load
 from weftline.pipelines.spec.builder import Builder
 
@@ -105,12 +107,46 @@ def vit(folder: Path, count: int) -> Contest:
 
 def whisper_tiny(folder: Path, count: int) -> Contest:
     """Return the contest of Whisper-tiny (39 M parameters) on recordings of 5 s, transcripts of 32 tokens."""
+    network = tiny(folder)
+    options = whisper.DecodingOptions(language="en", without_timestamps=True, sample_len=TOKENS, fp16=False)
+
+    def loop(requests: Sequence[np.ndarray]) -> None:
+        for batch in batches(requests):
+            mels = [whisper.log_mel_spectrogram(whisper.pad_or_trim(one)) for one in batch]
+            whisper.decode(network, torch.stack(mels), options)
+
+    return speech(folder, count, "Whisper-tiny, recordings/s", "tiny.pt", loop)
+
+
+def whisper_ctranslate2(folder: Path, count: int) -> Contest:
+    """Return the same contest for a model of CTranslate2, float32; its loop calls faster-whisper and CTranslate2."""
+    convert(tiny(folder), folder / "ct2")
+    model = faster_whisper.WhisperModel(str(folder / "ct2"), "cpu", cpu_threads=os.cpu_count() or 1)
+    words = faster_whisper.tokenizer.Tokenizer(model.hf_tokenizer, True, "transcribe", "en")
+    prompt = model.get_prompt(words, [], without_timestamps=True)
+
+    def loop(requests: Sequence[np.ndarray]) -> None:
+        for batch in batches(requests):
+            mels = [faster_whisper.audio.pad_or_trim(model.feature_extractor(one)) for one in batch]
+            states = model.encode(np.stack(mels))
+            model.model.generate(states, [prompt] * len(batch), beam_size=1, max_length=2 * TOKENS)
+
+    return speech(folder, count, "Whisper-tiny in CTranslate2, recordings/s", "ct2", loop)
+
+
+def tiny(folder: Path) -> Any:
+    """Return a network of openai-whisper with random weights, in the sizes of `tiny`; also written to tiny.pt."""
     torch.manual_seed(0)
     dims = whisper.model.ModelDimensions(80, 1500, 384, 6, 4, 51865, 448, 384, 6, 4)
     network = whisper.model.Whisper(dims).eval()
     with torch.no_grad():
         network.decoder.positional_embedding.normal_(0, 0.02)  # otherwise whatever lay in memory
     torch.save({"dims": asdict(dims), "model_state_dict": network.state_dict()}, folder / "tiny.pt")
+    return network
+
+
+def speech(folder: Path, count: int, name: str, model: str, loop: Callable[[Sequence[np.ndarray]], Any]) -> Contest:
+    """Return a contest of node whisper with a model in the sizes of `tiny`."""
     config = transformers.WhisperConfig(
         vocab_size=51865, d_model=384, encoder_layers=4, decoder_layers=4, encoder_attention_heads=6,
         decoder_attention_heads=6, encoder_ffn_dim=1536, decoder_ffn_dim=1536,
@@ -121,12 +157,6 @@ def whisper_tiny(folder: Path, count: int) -> Contest:
     )
     random = np.random.default_rng(0)
     recordings = [random.normal(0, 0.1, RECORDING_S * HZ).astype(np.float32) for _ in range(count)]
-    options = whisper.DecodingOptions(language="en", without_timestamps=True, sample_len=TOKENS, fp16=False)
-
-    def loop(requests: Sequence[np.ndarray]) -> None:
-        for batch in batches(requests):
-            mels = [whisper.log_mel_spectrogram(whisper.pad_or_trim(one)) for one in batch]
-            whisper.decode(network, torch.stack(mels), options)
 
     def request(requests: Sequence[np.ndarray]) -> None:
         for recording in requests:
@@ -134,12 +164,11 @@ def whisper_tiny(folder: Path, count: int) -> Contest:
             with torch.inference_mode():
                 other.generate(features, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
 
-    model = {"model": "tiny.pt", "language": "en", "tokens_max": TOKENS}
-    made = builder(folder, "tiny", "whisper", "audio", "audio", "text", **model)
-    return Contest("Whisper-tiny, recordings/s", made, "audio", recordings, loop, request)
+    made = builder(folder, "tiny", "whisper", "audio", "audio", "text", model=model, language="en", tokens_max=TOKENS)
+    return Contest(name, made, "audio", recordings, loop, request)
 
 
-CONTESTS = {"vit": vit, "whisper": whisper_tiny}
+CONTESTS = {"vit": vit, "whisper": whisper_tiny, "ctranslate2": whisper_ctranslate2}
 
 
 async def answer(session: Session, port: str, requests: Sequence[np.ndarray]) -> None:

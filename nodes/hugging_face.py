@@ -345,11 +345,11 @@ def read_config(folder: Path, shown: str) -> dict[str, Any]:
     return config
 
 
-def read_json(path: Path, shown: str) -> Any | None:
+def read_json(path: Path, shown: str, bytes_max: int = CONFIG_BYTES_MAX) -> Any | None:
     """Return what is in the JSON file at `path`, None when there is no file; ConfigError when it is no JSON."""
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX and path.name != INDEX:
-            raise ConfigError("model", f"{shown} is larger than {CONFIG_BYTES_MAX} bytes")
+        if path.stat().st_size > bytes_max and path.name != INDEX:
+            raise ConfigError("model", f"{shown} is larger than {bytes_max} bytes")
         return json.loads(path.read_bytes())
     except OSError:
         return None

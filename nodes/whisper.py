@@ -1,14 +1,13 @@
-"""Whisper node: speech recognition (A. Radford et al., 2022), run by openai-whisper.
+"""Whisper node: speech recognition (A. Radford et al., 2022), run by openai-whisper or by CTranslate2.
 
-Checkpoints of openai-whisper or Hugging Face of any size work. The window length follows the model's own dims and may
-be below 30 s. A longer recording is cut into windows where speech is (`voice_activity.py`), and the texts are joined.
-The windows of all items of a batch are decoded together (`whisper_decoding.py`). On a GPU the spectrograms are computed
-there, from samples that are uploaded once or are already on the device.
+Checkpoints of openai-whisper, Hugging Face or CTranslate2 of any size work. The window length follows the model's own
+sizes and may be below 30 s. A longer recording is cut into windows where speech is (`voice_activity.py`), and the texts
+are joined. The windows of all items of a batch are decoded together (`whisper_decoding.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,16 +26,16 @@ from weftline.node import (
     Ports,
     StepContext,
     as_array,
-    as_torch,
     port,
 )
 from weftline.nodes.contract import model_error
-from weftline.nodes.device_tensors import offload
 from weftline.nodes.model_file import find_model
 from weftline.nodes.precision import PRECISIONS, check_precision
 from weftline.nodes.subtitles import srt, vtt
 from weftline.nodes.voice_activity import Span, speech_regions, speech_windows, split_windows
-from weftline.nodes.whisper_decoding import HOP, Recording, Window, WindowDecoder
+from weftline.nodes.whisper_ctranslate2 import PRECISIONS as CTRANSLATE2_PRECISIONS
+from weftline.nodes.whisper_ctranslate2 import CTranslate2Network, check_folder, is_ctranslate2
+from weftline.nodes.whisper_decoding import HOP, Network, Recording, Search, Window, WindowDecoder
 from weftline.nodes.whisper_file import (
     KNOWN,
     LANGUAGES,
@@ -45,21 +44,20 @@ from weftline.nodes.whisper_file import (
     english_only,
     load_whisper,
 )
+from weftline.nodes.whisper_torch import TorchNetwork
 
 TASKS = ("transcribe", "translate")
 TIMESTAMPS = ("none", "segment", "word")
-
-MAX_INITIAL_CONTEXT = 1500
-"""Positions of a 30 s window; openai-whisper counts its latest first timestamp, 1 s, in shares of such a window."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhisperConfig:
     """Options of `whisper`.
 
-    model:      a checkpoint (.pt), a folder with model.pt, or a folder of Hugging Face's Whisper (config.json and
-                *.safetensors), relative to the pipeline file; or one of openai-whisper's names (tiny, base.en,
-                large-v3, turbo ...), from its cache or downloaded by it with its checksum.
+    model:      a checkpoint (.pt), a folder with model.pt, a folder of Hugging Face's Whisper (config.json and
+                *.safetensors), or one that CTranslate2 has converted (model.bin), relative to the pipeline file; or one
+                of openai-whisper's names (tiny, base.en, large-v3, turbo ...), from its cache or downloaded by it with
+                its checksum. A folder of CTranslate2 is run by faster-whisper and needs `weftline[faster-whisper]`.
     language:   spoken language, such as 'en'; 'auto': detected for each recording by a multilingual model. The optional
                 input `language` overrides it.
     task:       'transcribe', or 'translate' into English (multilingual models). The optional input `task` overrides it.
@@ -69,7 +67,9 @@ class WhisperConfig:
     precision:  number format of the network: 'auto' (float16 on a GPU, float32 on the CPU), 'float32', 'tf32' (GPUs
                 only), 'bfloat16' or 'float16'. Compared with float32 on the CPU, with random weights in the sizes of
                 'tiny', states of the encoder moved by 0.6 % in bfloat16 and 0.08 % in float16, and the likeliest next
-                tokens were the same. TF32 was not measured.
+                tokens were the same. TF32 was not measured. For a folder of CTranslate2: 'auto' (that of its weights,
+                or the next one that the device has), 'float32', 'bfloat16', 'float16' or 'int8', where the device has
+                it.
     timestamps: 'none': a segment is a window of the recording. 'segment': segments as the model divides its text.
                 'word': these with their words. Both cost time: a window may be decoded more than once, and words need
                 one more pass of the decoder.
@@ -98,10 +98,9 @@ class Whisper(BatchNode):
     heavy: ClassVar[bool] = True
     batch_default: ClassVar[tuple[int, float]] = (8, 5.0)
 
-    _model: Any = None
-    _device: str  # as torch calls it
-    _precision: str = "float32"
-    _decoder: Any = None  # a WindowDecoder while the node is open
+    _network: Any = None  # a whisper_decoding.Network while the node is open
+    _search: Search
+    _items_max: int = 1
 
     @classmethod
     def ports(cls, config: WhisperConfig, step: StepContext) -> Ports:
@@ -131,48 +130,27 @@ class Whisper(BatchNode):
         return frozenset({"audio"})
 
     def open(self, context: OpenContext) -> None:
+        config = self.config
+        found = find_model(config.model, context.base_dir)
         try:
-            import torch
-            import whisper  # noqa: F401
-        except ImportError:
-            raise MissingPackage("openai-whisper", self.extra) from None
-        self._device = context.framework_device
-        if self.config.timestamps == "word":
-            _compile_alignment(context.threads, self._device)
-        torch.set_num_threads(max(context.threads, 1))  # numba's start overwrites it
-        by_device = "float16" if self._device.startswith("cuda") else "float32"
-        self._precision = by_device if self.config.precision == "auto" else self.config.precision
-        self._model = load_whisper(self.config.model, context, self._precision == "float16")
-        half = self._model.dims.n_text_ctx // 2  # the other half is for the prompt and the control tokens
-        if (self.config.tokens_max or 0) > half:
-            found = f"tokens_max: found {self.config.tokens_max}, expected at most {half}"
-            raise ModelError(f"{found}, half of the text context of {self.config.model}")
-        try:
-            _check_languages(self.config, self._model.is_multilingual, self._model.num_languages)
+            if found is not None and is_ctranslate2(found):
+                self._network = CTranslate2Network(found, config.model, context, config.precision)
+            else:
+                self._network = _torch_network(config, context)
+            _check_languages(config, self._network.multilingual, self._network.languages)
         except ConfigError as error:
             raise model_error(error) from None
-        self._decoder = self._new_decoder(max(context.items_max, 1), self.config.tokens_max)
-
-    def _new_decoder(self, windows_max: int, tokens_max: int | None) -> WindowDecoder:
-        from whisper import DecodingOptions
-
-        timed = self.config.timestamps != "none"
-        options = DecodingOptions(
-            language="en",  # the recording's own is written over it
-            prompt=self.config.prompt or None,
-            beam_size=self.config.beams if self.config.beams > 1 else None,
-            sample_len=tokens_max,
-            without_timestamps=not (timed and self.config.timestamp_tokens),
-            max_initial_timestamp=MAX_INITIAL_CONTEXT / self._model.dims.n_audio_ctx,
-            fp16=self._precision == "float16",
-        )
-        segments, words = timed and self.config.timestamp_tokens, self.config.timestamps == "word"
-        return WindowDecoder(self._model, options, self._device, self._precision, windows_max, segments, words)
+        half = self._network.text_context // 2  # the other half is for the prompt and the control tokens
+        if (config.tokens_max or 0) > half:
+            expected = f"expected at most {half}, half of the text context of {config.model}"
+            raise ModelError(f"tokens_max: found {config.tokens_max}, {expected}")
+        self._search = Search(config.prompt, config.beams, config.tokens_max or half, self._segments)
+        self._items_max = max(context.items_max, 1)
 
     def warm_up(self) -> None:
         silence = self._recording(np.zeros(min(AUDIO_HZ, self._window), np.float32), None, None)
         if isinstance(silence, Recording):
-            self._new_decoder(1, tokens_max=2).decode([silence])
+            self._decoder(replace(self._search, tokens_max=2)).decode([silence])
 
     def run(self, batch: Batch) -> Outputs:
         wishes = zip(batch["audio"], batch.get("language"), batch.get("task"), strict=True)
@@ -180,7 +158,7 @@ class Whisper(BatchNode):
         for position, one in enumerate(found):
             if isinstance(one, Recording):
                 one.cancelled = partial(batch.cancelled, position)
-        self._decoder.decode([one for one in found if isinstance(one, Recording)])
+        self._decoder(self._search).decode([one for one in found if isinstance(one, Recording)])
         answers = [_answer(one, self.config.timestamps) if isinstance(one, Recording) else one for one in found]
         names = ["text", "language", "segments", *(("srt", "vtt") if self.config.timestamps != "none" else ())]
         return {name: [one[name] if isinstance(one, dict) else one for one in answers] for name in names}
@@ -188,24 +166,32 @@ class Whisper(BatchNode):
     def sleep(self, keep: str) -> bool:
         if keep != "host":
             return False
-        offload(self._model)
+        self._network.sleep()
         return True
 
     def wake(self) -> None:
-        self._model.to(self._device)
+        self._network.wake()
 
     def close(self) -> None:
-        self._model = self._decoder = None
+        self._network = None
+
+    @property
+    def _segments(self) -> bool:
+        """Return True if the model divides its text into segments."""
+        return bool(self.config.timestamps != "none" and self.config.timestamp_tokens)
 
     @property
     def _window(self) -> int:
         """Number of samples in one window of the model."""
-        return int(self._model.dims.n_audio_ctx) * 2 * HOP
+        return int(self._network.positions) * 2 * HOP
+
+    def _decoder(self, search: Search) -> WindowDecoder:
+        return WindowDecoder(self._network, search, self._items_max, self._segments, self.config.timestamps == "word")
 
     def _recording(self, samples: Any, language: str | None, task: str | None) -> Recording | InputError:
         """Return a recording with its windows, or the reason why its request is refused."""
         try:
-            recording = Recording(_sliceable(samples), self._language(language), self._task(task))
+            recording = Recording(self._network.samples(samples), self._language(language), self._task(task))
         except InputError as error:
             return error
         recording.windows = [Window(recording, start, end) for start, end in self._cut(recording)]
@@ -214,11 +200,11 @@ class Whisper(BatchNode):
     def _language(self, wanted: str | None) -> str:
         """Return the code of a request's language; '': to be detected."""
         code = (wanted or self.config.language).strip().lower()
-        if code not in ("auto", *LANGUAGES[: self._model.num_languages]):
+        if code not in ("auto", *LANGUAGES[: self._network.languages]):
             raise InputError(
                 f"language: found {code!r:.40}, expected a code such as en or de that the model has, or auto"
             )
-        if not self._model.is_multilingual:
+        if not self._network.multilingual:
             if code not in ("auto", "en"):
                 raise InputError(f"language: found {code!r}, but the model is English-only")
             return "en"
@@ -228,15 +214,15 @@ class Whisper(BatchNode):
         task = wanted or self.config.task
         if task not in TASKS:
             raise InputError(f"task: found {task!r:.40}, expected transcribe or translate")
-        if task == "translate" and not self._model.is_multilingual:
+        if task == "translate" and not self._network.multilingual:
             raise InputError("task: found translate, but the model is English-only")
         return task
 
     def _cut(self, recording: Recording) -> list[Span]:
         """Return the windows of a recording, and set its regions with speech where they are needed."""
         samples, window = recording.samples, self._window
-        long, again = len(samples) > window, self.config.timestamps != "none" and self.config.timestamp_tokens
-        if not (long or again):
+        long = len(samples) > window
+        if not (long or self._segments):
             return [(0, len(samples))]
         here = samples if isinstance(samples, np.ndarray) else as_array(samples)  # on the device: a copy
         if self.config.vad:
@@ -248,6 +234,22 @@ class Whisper(BatchNode):
             if recording.regions is None
             else speech_windows(here, recording.regions, window)
         )
+
+
+def _torch_network(config: WhisperConfig, context: OpenContext) -> Network:
+    """Return the network of a checkpoint of openai-whisper or Hugging Face."""
+    try:
+        import torch
+        import whisper  # noqa: F401
+    except ImportError:
+        raise MissingPackage("openai-whisper", Whisper.extra) from None
+    device = context.framework_device
+    if config.timestamps == "word":
+        _compile_alignment(context.threads, device)
+    torch.set_num_threads(max(context.threads, 1))  # numba's start overwrites it
+    by_device = "float16" if device.startswith("cuda") else "float32"
+    precision = by_device if config.precision == "auto" else config.precision
+    return TorchNetwork(load_whisper(config.model, context, precision == "float16"), device, precision)
 
 
 def _compile_alignment(threads: int, device: str) -> None:
@@ -265,23 +267,31 @@ def _check_model(config: WhisperConfig, step: StepContext) -> None:
     """Raise ConfigError for a model that is not there, is no Whisper, or lacks what the options need."""
     path = find_model(config.model, step.base_dir)
     if path is None and config.model not in KNOWN:
-        expected = f"a file, a folder with model.pt or config.json, or one of {', '.join(KNOWN)}"
+        expected = f"a file, a folder with model.pt, model.bin or config.json, or one of {', '.join(KNOWN)}"
         short = config.model.rpartition("/")[2].removeprefix("whisper-")
         fix = f"write {short}: names of the hub are not fetched" if short in KNOWN else ""
         raise ConfigError("model", f"there is no {config.model}", expected, fix)
-    if path is not None:
+    sizes = check_folder(path, config.model) if path is not None and is_ctranslate2(path) else None
+    if path is not None and sizes is None:
         check_whisper(path, config.model)
     if config.language not in ("auto", *LANGUAGES):
         expected = "auto, or a code of Whisper's languages, such as en or de"
         raise ConfigError("language", f"{config.language!r:.40}", expected)
     if config.task not in TASKS:
         raise ConfigError("task", f"{config.task!r:.40}", "transcribe or translate")
-    if english_only(path, config.model):
+    if sizes is not None:
+        _check_languages(config, sizes.multilingual, sizes.languages)
+    elif english_only(path, config.model):
         _check_languages(config, False, len(LANGUAGES))
-    tokens_max = PUBLISHED_TEXT_CONTEXT // 2 if path is None else None  # otherwise it is in the checkpoint
+    most = sizes.text_context if sizes is not None else PUBLISHED_TEXT_CONTEXT if path is None else None
+    tokens_max = most // 2 if most is not None else None  # otherwise it is in the checkpoint
     if config.tokens_max is not None and not 1 <= config.tokens_max <= (tokens_max or config.tokens_max):
         expected = f"from 1 to {tokens_max}" if tokens_max else "a count from 1"
         raise ConfigError("tokens_max", f"{config.tokens_max}", expected)
+    if config.precision == "int8" and sizes is None:
+        expected = f"one of auto, {', '.join(PRECISIONS)}"
+        raise ConfigError("precision", "int8", expected, "int8 needs a model in CTranslate2's format, with model.bin")
+    check_precision(config.precision, ("auto", *(PRECISIONS if sizes is None else CTRANSLATE2_PRECISIONS)))
 
 
 def _check_languages(config: WhisperConfig, multilingual: bool, languages: int) -> None:
@@ -296,15 +306,10 @@ def _check_languages(config: WhisperConfig, multilingual: bool, languages: int) 
 
 
 def _check_options(config: WhisperConfig) -> None:
-    check_precision(config.precision, ("auto", *PRECISIONS))
     if config.beams < 1:
         raise ConfigError("beams", f"{config.beams}", "a count from 1")
     if config.timestamps not in TIMESTAMPS:
         raise ConfigError("timestamps", f"{config.timestamps!r:.40}", f"one of {', '.join(TIMESTAMPS)}")
-
-
-def _sliceable(samples: Any) -> Any:
-    return samples if isinstance(samples, np.ndarray) else as_torch(samples)
 
 
 def _answer(recording: Recording, timestamps: str) -> dict[str, Any]:

@@ -2,15 +2,12 @@
 
 One queue holds the windows of all recordings; each call of the encoder and of the decoder takes as many as a batch has.
 A row of a batch has the language and the task of its recording. A recording's language is detected on its first window.
+The network is one of openai-whisper (`whisper_torch.py`) or of CTranslate2 (`whisper_ctranslate2.py`).
 
 Segments follow openai-whisper's `transcribe` with temperature 0 and without the previous window's text, on each window
 alone: a window is decoded again from the end of its last complete segment. Two rules differ. A rest without speech
 (`has_speech`) or shorter than 0.1 s is not decoded, and a window is decoded as often as it has seconds, or DECODES
-times, at most. Words are aligned by openai-whisper's `add_word_timestamps`, on the states that the encoder has computed
-already.
-
-The log-mel arithmetic is openai-whisper's log_mel_spectrogram, except that the loudest bin is taken per window: a
-window's spectrogram does not depend on the others. On the CPU the bits are the same.
+times, at most.
 """
 
 from __future__ import annotations
@@ -18,28 +15,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import numpy as np
-
-from weftline.nodes.device_tensors import as_torch
 from weftline.nodes.ports import AUDIO_HZ
-from weftline.nodes.precision import computing_in
 from weftline.nodes.voice_activity import Span, has_speech
-
-if TYPE_CHECKING:
-    import torch
 
 HOP = 160
 """Samples from one mel frame to the next; the encoder halves the frame rate: 320 samples an audio context position."""
 
 FRAMES_S = AUDIO_HZ // HOP
 """Mel frames in a second."""
-
-RANGE = 8.0
-"""Powers of ten below a window's loudest bin at which a bin is cut off, as in openai-whisper."""
 
 REST_FRAMES_MIN = 10
 """Shortest rest of a window that is decoded, in mel frames: no word is shorter than 0.1 s."""
@@ -48,17 +34,9 @@ DECODES = 4
 """Most decodes of a window of few seconds; a longer one is decoded once for each second at most."""
 
 
-def log_mels(samples: torch.Tensor, bands: int) -> torch.Tensor:
-    """Return float32 [windows, bands, samples / 160] of float32 [windows, samples] at 16 kHz, on the same device."""
-    import torch
-    from whisper.audio import HOP_LENGTH, N_FFT, mel_filters
-
-    window = torch.hann_window(N_FFT).to(samples.device)
-    spectrum = torch.stft(samples, N_FFT, HOP_LENGTH, window=window, return_complex=True)
-    power = spectrum[..., :-1].abs() ** 2
-    levels = torch.clamp(mel_filters(samples.device, bands) @ power, min=1e-10).log10()
-    levels = torch.maximum(levels, levels.amax(dim=(-2, -1), keepdim=True) - RANGE)
-    return (levels + 4.0) / 4.0
+def mel_frames(samples: int) -> int:
+    """Return the number of mel frames of a window; one position of the encoder at least."""
+    return max(samples // HOP, 2)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +94,7 @@ class Window:
 
     @property
     def frames(self) -> int:
-        """Number of mel frames; one position of the encoder at least."""
-        return max((self.end - self.start) // HOP, 2)
+        return mel_frames(self.end - self.start)
 
     @property
     def rest(self) -> int:
@@ -130,31 +107,100 @@ class Window:
         return self.decodes + 1 >= max(math.ceil(self.frames / FRAMES_S), DECODES)
 
 
-class WindowDecoder:
-    """Decodes windows with a network of openai-whisper.
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a window's tokens are searched.
 
-    options:     openai-whisper's DecodingOptions; language and task are those of each recording.
+    prompt:     text before the recording.
+    beams:      width of the beam search; 1 is greedy.
+    tokens_max: most tokens, at most half of the text context.
+    timestamps: the model writes timestamp tokens.
+    """
+
+    prompt: str
+    beams: int
+    tokens_max: int
+    timestamps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found of a window.
+
+    tokens:         without the first ones and the end token.
+    text:           theirs, without timestamps and surrounding spaces.
+    no_speech_prob: probability that the window has no speech.
+    avg_logprob:    mean log-likelihood of a token, the end token included.
+    """
+
+    tokens: list[int]
+    text: str
+    no_speech_prob: float
+    avg_logprob: float
+
+
+class Network(Protocol):
+    """A Whisper network with its tokenizer. `mels` and `states` are arrays of its framework, a row for each window.
+
+    multilingual: it has languages and tasks.
+    languages:    number of its languages, those first in LANGUAGES.
+    positions:    positions of the encoder in a full window, 320 samples each.
+    text_context: most tokens of the decoder.
+    """
+
+    multilingual: bool
+    languages: int
+    positions: int
+    text_context: int
+
+    def samples(self, recording: Any) -> Any:
+        """Return a recording's samples as an array that can be sliced and given to `mels`."""
+
+    def mels(self, pieces: Sequence[Any]) -> Any:
+        """Return the spectrograms of windows with silence after them, float32[windows, bands, 2 * positions]."""
+
+    def own_mels(self, pieces: Sequence[Any]) -> list[Any]:
+        """Return the spectrogram of each window's own frames, float32[bands, mel_frames(samples)]."""
+
+    def padded(self, mels: Sequence[Any]) -> Any:
+        """Return spectrograms with zeros after them, as in `transcribe`, float32[windows, bands, 2 * positions]."""
+
+    def encode(self, mels: Any) -> Any:
+        """Return the encoder's states."""
+
+    def rows(self, states: Any) -> Sequence[Any]:
+        """Return the states of each row alone, as `align` reads them."""
+
+    def detect(self, states: Any, rows: Sequence[int]) -> list[str]:
+        """Return the likeliest language of each of the rows; the network is multilingual."""
+
+    def search(self, states: Any, recordings: Sequence[Recording], search: Search) -> Sequence[Found]:
+        """Return what is said in each row; a row begins with the language and the task of its recording."""
+
+    def tokenizer(self, recording: Recording) -> Any:
+        """Return a tokenizer for a language and a task, with openai-whisper's `decode`, `eot`, `timestamp_begin`."""
+
+    def align(
+        self, row: Any, recording: Recording, segments: list[dict[str, Any]], frames: int, spoken_s: float
+    ) -> None:
+        """Add `words` to segments and move their times to those of the words, as `add_word_timestamps` does."""
+
+
+class WindowDecoder:
+    """Decodes windows.
+
     windows_max: most windows of one call.
     segments:    compute windows as `transcribe` does, again from the end of the last complete segment.
     words:       align words.
     """
 
-    def __init__(
-        self, model: Any, options: Any, device: str, precision: str, windows_max: int, segments: bool, words: bool
-    ) -> None:
-        self._model = model
-        self._options = options
-        self._device = device
-        self._precision = precision
+    def __init__(self, network: Network, search: Search, windows_max: int, segments: bool, words: bool) -> None:
+        self._network = network
+        self._search = search
         self._windows_max = windows_max
         self._segments = segments
         self._words = words
         self._timed = segments or words  # windows are padded as in `transcribe`
-
-    @property
-    def _positions(self) -> int:
-        """Number of mel frames of a full window."""
-        return 2 * int(self._model.dims.n_audio_ctx)
 
     def decode(self, recordings: Sequence[Recording]) -> None:
         """Decode all windows of the recordings; sets their languages, texts and segments."""
@@ -170,57 +216,26 @@ class WindowDecoder:
 
     def _decode(self, windows: Sequence[Window]) -> list[Window]:
         """Decode windows in one batch; return those of which a rest is to be decoded."""
-        import torch
+        network = self._network
+        states = network.encode(self._rests(windows) if self._timed else _whole(network, windows))
+        self._detect(windows, states)
+        results = network.search(states, [window.recording for window in windows], self._search)
+        rows = network.rows(states) if self._words else [None] * len(windows)
+        return [
+            window
+            for window, row, result in zip(windows, rows, results, strict=True)
+            if self._store(window, row, result)
+        ]
 
-        with torch.inference_mode():
-            mels = self._rests(windows) if self._timed else self._mels(windows, 0)
-            states = self._encode(mels)
-            self._detect(windows, states)
-            results = self._search(windows, states)
-            return [
-                window
-                for window, row, result in zip(windows, states, results, strict=True)
-                if self._store(window, row, result)
-            ]
-
-    def _computing(self) -> Any:
-        """Return the context of the network's calls; spectrograms are float32 in every precision."""
-        half = self._precision == "float16"  # openai-whisper's own option
-        return nullcontext() if half else computing_in(self._precision, self._device)
-
-    def _encode(self, mels: torch.Tensor) -> torch.Tensor:
-        half = self._precision == "float16"
-        with self._computing():
-            states: torch.Tensor = self._model.encoder(mels.half() if half else mels)
-        return states if half else states.float()  # decoding accepts nothing else
-
-    def _mels(self, windows: Sequence[Window], margin: int) -> torch.Tensor:
-        """Return float32[windows, bands, frames + margin] of the windows with silence after them."""
-        import torch
-
-        pieces = [window.samples for window in windows]
-        there = not all(isinstance(piece, np.ndarray) for piece in pieces)
-        length = (self._positions + margin) * HOP
-        samples = torch.zeros((len(pieces), length), device=self._device if there else "cpu")
-        for row, piece in zip(samples, pieces, strict=True):
-            row[: len(piece)] = as_torch(piece)
-        return log_mels(samples.to(self._device), self._model.dims.n_mels)
-
-    def _rests(self, windows: Sequence[Window]) -> torch.Tensor:
-        """Return float32[windows, bands, frames]: what is not done of the windows, and zeros as in `transcribe`."""
-        import torch
-
+    def _rests(self, windows: Sequence[Window]) -> Any:
+        """Return the spectrograms of what is not done of the windows."""
         new = [window for window in windows if window.mel is None]
         if new:
-            margin = 3  # frames: as many as the transform of the last one reaches into
-            for window, mel in zip(new, self._mels(new, margin), strict=True):
-                window.mel = mel[:, : window.frames].clone()
-        mels = torch.zeros((len(windows), self._model.dims.n_mels, self._positions), device=self._device)
-        for row, window in zip(mels, windows, strict=True):
-            row[:, : window.rest] = window.mel[:, window.seek :]
-        return mels
+            for window, mel in zip(new, self._network.own_mels([one.samples for one in new]), strict=True):
+                window.mel = mel
+        return self._network.padded([window.mel[:, window.seek :] for window in windows])
 
-    def _detect(self, windows: Sequence[Window], states: torch.Tensor) -> None:
+    def _detect(self, windows: Sequence[Window], states: Any) -> None:
         """Set the languages that are not known, each by its recording's first window with silence after it."""
         first: dict[int, int] = {}
         for row, window in enumerate(windows):
@@ -228,55 +243,28 @@ class WindowDecoder:
                 first.setdefault(id(window.recording), row)
         if not first:
             return
-        unknown = [windows[row] for row in first.values()]
-        states = self._encode(self._mels(unknown, 0)) if self._timed else states[list(first.values())]
-        with self._computing():
-            _, found = self._model.detect_language(states)
-        for window, likelihoods in zip(unknown, found, strict=True):
-            window.recording.language = max(likelihoods, key=likelihoods.get)
+        unknown, rows = [windows[row] for row in first.values()], [*first.values()]
+        if self._timed:
+            states, rows = self._network.encode(_whole(self._network, unknown)), [*range(len(unknown))]
+        for window, language in zip(unknown, self._network.detect(states, rows), strict=True):
+            window.recording.language = language
 
-    def _search(self, windows: Sequence[Window], states: torch.Tensor) -> list[Any]:
-        """Return openai-whisper's result for each row; every row begins with its own language and task."""
-        import torch
-        from whisper.decoding import DecodingTask
-
-        languages = [window.recording.language for window in windows]
-        task = DecodingTask(self._model, self._options)
-
-        def write(features: torch.Tensor, tokens: torch.Tensor) -> tuple[list[str], None]:
-            if self._model.is_multilingual:
-                known = [self._tokenizer(window.recording).sot_sequence for window in windows]
-                tokens[:, task.sot_index : task.sot_index + len(known[0])] = torch.tensor(known)
-            return languages, None
-
-        task._detect_language = write  # the step between the encoder and the search that sets a row's first tokens
-        if task.n_group > 1:  # openai-whisper repeats the tokens for its beams and not the states: one row works only
-            task._get_audio_features = lambda states: states.repeat_interleave(task.n_group, dim=0)
-        with self._computing():
-            found: list[Any] = task.run(states)
-        return found
-
-    def _tokenizer(self, recording: Recording) -> Any:
-        from whisper.tokenizer import get_tokenizer
-
-        model = self._model
-        options = {"language": recording.language, "task": recording.task} if model.is_multilingual else {}
-        return get_tokenizer(model.is_multilingual, num_languages=model.num_languages, **options)
-
-    def _store(self, window: Window, states: torch.Tensor, result: Any) -> bool:
+    def _store(self, window: Window, states: Any, result: Found) -> bool:
         """Add a result to its window; return whether a rest of it is to be decoded."""
         if not self._timed:
             whole = {"start": 0.0, "end": (window.end - window.start) / AUDIO_HZ, "text": result.text}
             window.text, window.segments = result.text, [_segment(window, whole, result)]
             return False
-        tokenizer = self._tokenizer(window.recording)
+        tokenizer = self._network.tokenizer(window.recording)
         parts, done, ended = [Part(0, window.rest, result.tokens)], window.rest, True
         if self._segments:
             begin = tokenizer.timestamp_begin
             parts, done, ended = split_at_timestamps(result.tokens, begin, window.rest, window.last)
         found = [_raw_segment(window.seek, part, tokenizer) for part in parts]
         if self._words:
-            self._align(window, states, tokenizer, found)
+            self._network.align(states, window.recording, found, window.rest, window.spoken_s)
+            ends = [word["end"] for segment in found for word in segment["words"]]
+            window.spoken_s = float(ends[-1] if ends else found[-1]["end"])
         spoken = [one for one in found if one["start"] != one["end"] and one["text"].strip()]
         window.text += "".join(one["text"] for one in spoken)
         window.segments += [_segment(window, one, result) for one in spoken]
@@ -293,21 +281,9 @@ class WindowDecoder:
         window.mel = None
         return False
 
-    def _align(self, window: Window, states: torch.Tensor, tokenizer: Any, segments: list[dict[str, Any]]) -> None:
-        """Add `words` to segments and move their times to those of the words."""
-        from whisper.timing import add_word_timestamps
 
-        with self._computing():
-            add_word_timestamps(
-                segments=segments,
-                model=_Encoded(self._model),
-                tokenizer=tokenizer,
-                mel=states,
-                num_frames=window.rest,
-                last_speech_timestamp=window.spoken_s,
-            )
-        ends = [word["end"] for segment in segments for word in segment["words"]]
-        window.spoken_s = float(ends[-1] if ends else segments[-1]["end"])
+def _whole(network: Network, windows: Sequence[Window]) -> Any:
+    return network.mels([window.samples for window in windows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +324,7 @@ def split_at_timestamps(tokens: list[int], begin: int, frames: int, last: bool) 
 
 
 def _raw_segment(seek: int, part: Part, tokenizer: Any) -> dict[str, Any]:
-    """Return a segment as `add_word_timestamps` reads it; times in seconds from the start of the window."""
+    """Return a segment as `Network.align` reads it; times in seconds from the start of the window."""
     return {
         "seek": seek,
         "start": (seek + part.start) / FRAMES_S,
@@ -358,7 +334,7 @@ def _raw_segment(seek: int, part: Part, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _segment(window: Window, found: dict[str, Any], result: Any) -> dict[str, Any]:
+def _segment(window: Window, found: dict[str, Any], result: Found) -> dict[str, Any]:
     """Return a segment with times in seconds from the start of the recording, none after the end of its window."""
 
     def time(seconds: float) -> float:
@@ -386,16 +362,3 @@ def _segment(window: Window, found: dict[str, Any], result: Any) -> dict[str, An
 
 def _finite(value: float) -> float | None:
     return round(float(value), 4) if math.isfinite(value) else None
-
-
-class _Encoded:
-    """A network whose input is the encoder's states; otherwise the network itself."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def __call__(self, states: torch.Tensor, tokens: torch.Tensor) -> Any:
-        return self._model.decoder(tokens, states)

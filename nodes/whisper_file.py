@@ -42,7 +42,7 @@ VOCABULARY_MIN = 51_864
 VOCABULARIES = (51_864, 51_865, 51_866)
 """Sizes of the vocabularies that openai-whisper's tokenizers have: English, multilingual, and large-v3's."""
 
-_OWN_DIMS = {
+OWN_DIMS = {
     "n_mels": "num_mel_bins", "n_audio_ctx": "max_source_positions", "n_audio_state": "d_model",
     "n_audio_head": "encoder_attention_heads", "n_audio_layer": "encoder_layers", "n_vocab": "vocab_size",
     "n_text_ctx": "max_target_positions", "n_text_state": "d_model", "n_text_head": "decoder_attention_heads",
@@ -50,7 +50,7 @@ _OWN_DIMS = {
 }  # fmt: skip
 """openai-whisper's dims, and the keys of Hugging Face's config.json that hold them."""
 
-_OWN_NAMES = tuple(
+OWN_NAMES = tuple(
     (re.compile(pattern), own)
     for pattern, own in (
         (r"^model\.", ""), (r"\.layers\.", ".blocks."), (r"\.self_attn\.", ".attn."),
@@ -220,10 +220,10 @@ def _converted(folder: Path, shown: str) -> dict[str, Any]:
     for file in find_weights(folder, shown):
         for name, tensor in load_weights(file, f"{shown}/{file.name}").items():
             if name != "proj_out.weight":  # the embedding again
-                for pattern, own in _OWN_NAMES:
+                for pattern, own in OWN_NAMES:
                     name = pattern.sub(own, name)
                 state[name] = tensor.float()
-    return {"dims": {own: config.get(name) for own, name in _OWN_DIMS.items()}, "model_state_dict": state}
+    return {"dims": {own: config.get(name) for own, name in OWN_DIMS.items()}, "model_state_dict": state}
 
 
 def _fetch(name: str, context: OpenContext) -> Path:

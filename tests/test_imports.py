@@ -48,6 +48,7 @@ FRAMEWORKS = (
     *("torch", "torchvision", "onnxruntime", "whisper", "ultralytics", "transformers", "PIL", "cv2"),
     *("grpc", "tritonclient", "starlette", "uvicorn", "opentelemetry", "prometheus_client"),
     *("pyarrow", "datasets", "fsspec", "webdataset", "matplotlib", "ray", "pandas", "cuda", "httpx2"),
+    *("ctranslate2", "faster_whisper"),
 )
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one

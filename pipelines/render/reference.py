@@ -203,7 +203,8 @@ PORTS_FROM: Mapping[str, str] = {
 LICENCES: Mapping[str, str] = {
     "torch": "Runs on torch (BSD-3-Clause and others).",
     "onnx": "Runs on onnxruntime (MIT).",
-    "whisper": "Runs on openai-whisper (MIT) and torch.",
+    "whisper": "Runs on openai-whisper (MIT) and torch; models of CTranslate2 on faster-whisper (MIT), with the extra "
+    "`faster-whisper`.",
     "yolo": "Runs on **ultralytics, which is AGPL-3.0** (or a commercial licence of Ultralytics): a service built on "
     "this node takes on that licence's duties, among them offering its source to its users. No other node needs it.",
     "classify": "Runs on transformers (Apache-2.0) and torch. A folder with `model.onnx` runs on onnxruntime (MIT) "

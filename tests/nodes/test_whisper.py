@@ -16,8 +16,8 @@ from weftline.errors import ModelError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.voice_activity import speech_regions
 from weftline.nodes.whisper import Whisper, WhisperConfig
-from weftline.nodes.whisper_decoding import log_mels
 from weftline.nodes.whisper_file import LANGUAGES, halve
+from weftline.nodes.whisper_torch import log_mels
 
 DIMS = ModelDimensions(
     n_mels=80, n_audio_ctx=50, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
@@ -109,7 +109,7 @@ def test_asleep_its_weights_are_in_host_memory_and_awake_where_they_were(
 ) -> None:
     sleeper = Whisper(WhisperConfig("model.pt"))
     sleeper.open(OpenContext(folder))
-    sleeper._device = "cuda:1"
+    sleeper._network._device = "cuda:1"
     moves = moves_of_modules(monkeypatch)
     assert sleeper.sleep("host") and moves == ["cpu"]
     sleeper.wake()
@@ -300,9 +300,9 @@ def test_hugging_faces_form_of_a_model_gives_the_same_states_and_logits(tmp_path
     mels, ids = torch.randn(2, 80, 100), torch.tensor([[50257, 7, 9], [50257, 50358, 3]])
     with torch.inference_mode():
         found = wanted(input_features=mels, decoder_input_ids=ids)
-        states = node._model.encoder(mels)
+        states = node._network.model.encoder(mels)
         torch.testing.assert_close(states, found.encoder_last_hidden_state, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(node._model.decoder(ids, states), found.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(node._network.model.decoder(ids, states), found.logits, atol=1e-5, rtol=1e-5)
     assert isinstance(node.run(Batch({"audio": [tone(0.5)]}))["text"][0], str)
 
 
@@ -318,7 +318,7 @@ def test_alignment_heads_of_hugging_faces_form_are_used(tmp_path: Path) -> None:
         with_heads(tmp_path / "m", heads)
         node = Whisper(WhisperConfig("m", timestamps="word", timestamp_tokens=False))
         node.open(OpenContext(tmp_path))
-        found.append(node._model.alignment_heads.to_dense().int().tolist())
+        found.append(node._network.model.alignment_heads.to_dense().int().tolist())
         [[segment]] = node.run(Batch({"audio": [tone(0.9)]}))["segments"]
         assert segment["words"] and segment["words"][-1]["end"] <= 0.9
     assert found == [[[0, 0], [1, 1]], [[0, 1], [0, 0]], [[1, 0], [1, 0]]]  # the first is openai-whisper's default

@@ -21,7 +21,8 @@ from weftline.nodes.contract import Batch, OpenContext
 from weftline.nodes.ports import AUDIO_HZ
 from weftline.nodes.voice_activity import Span, speech_regions, speech_windows
 from weftline.nodes.whisper import Whisper, WhisperConfig
-from weftline.nodes.whisper_decoding import Part, Recording, Window, log_mels, split_at_timestamps
+from weftline.nodes.whisper_decoding import Found, Part, Recording, Window, WindowDecoder, split_at_timestamps
+from weftline.nodes.whisper_torch import log_mels
 
 DIMS = ModelDimensions(
     n_mels=80, n_audio_ctx=200, n_audio_state=32, n_audio_head=2, n_audio_layer=1,
@@ -172,7 +173,7 @@ def test_spectrograms_of_windows_are_those_of_transcribe(folder: Path) -> None:
         Window(Recording(samples, "en", "transcribe"), 0, len(samples), seek=seek)
         for samples, seek in zip(items, (0, 40, 0), strict=True)
     ]
-    for window, samples, mel in zip(windows, items, node._decoder._rests(windows), strict=True):
+    for window, samples, mel in zip(windows, items, node._decoder(node._search)._rests(windows), strict=True):
         wanted = whisper.log_mel_spectrogram(samples, padding=4 * AUDIO_HZ)[:, window.seek : window.frames]
         torch.testing.assert_close(mel[:, : window.rest], wanted, atol=1e-5, rtol=1e-5)
         assert not mel[:, window.rest :].any()
@@ -232,7 +233,7 @@ def test_spectrograms_are_computed_in_float32(folder: Path, monkeypatch: pytest.
         precisions.append(torch.is_autocast_enabled("cpu"))
         return log_mels(samples, bands)
 
-    monkeypatch.setattr("weftline.nodes.whisper_decoding.log_mels", seen)
+    monkeypatch.setattr("weftline.nodes.whisper_torch.log_mels", seen)
     for timestamps in ("none", "word"):
         opened(folder, timestamps=timestamps, precision="bfloat16").run(Batch({"audio": [noise(1, 0)]}))
     assert precisions == [False] * 3  # with timestamps once more for the language
@@ -275,13 +276,13 @@ def test_silence_of_a_long_recording_is_not_decoded_unless_vad_is_off(folder: Pa
 def test_windows_of_a_cancelled_request_are_not_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     node = opened(folder, vad=False)
     decoded: list[int] = []
-    decode = node._decoder._decode
+    decode = WindowDecoder._decode
 
-    def counted(windows: Any) -> Any:
+    def counted(decoder: WindowDecoder, windows: Any) -> Any:
         decoded.append(len(windows))
-        return decode(windows)
+        return decode(decoder, windows)
 
-    monkeypatch.setattr(node._decoder, "_decode", counted)
+    monkeypatch.setattr(WindowDecoder, "_decode", counted)
     batch = Batch({"audio": [noise(18, 0), noise(1, 1)]}, cancelled=lambda item: item == 0 and bool(decoded))
     answers = node.run(batch)
     assert decoded == [4, 1] or decoded == [4]
@@ -360,13 +361,13 @@ def test_no_window_is_decoded_more_often_than_it_has_seconds(folder: Path, monke
     tokenizer = whisper.tokenizer.get_tokenizer(True, num_languages=99)
     begin, word = tokenizer.timestamp_begin, tokenizer.encode(" word")[0]
 
-    def search(windows: Sequence[Any], states: torch.Tensor) -> list[Any]:
+    def search(states: torch.Tensor, recordings: Sequence[Recording], search: object) -> list[Found]:
         nonlocal count
         count += 1
         tokens = [begin, word, begin + 5, begin + 5, word]  # a segment of 0.1 s, and one without an end
-        return [whisper.DecodingResult(states[0], "en", tokens=tokens, avg_logprob=-1.0, no_speech_prob=0.0)]
+        return [Found(tokens, "", 0.0, -1.0)]
 
-    monkeypatch.setattr(node._decoder, "_search", search)
+    monkeypatch.setattr(node._network, "search", search)
     [segments] = node.run(Batch({"audio": [noise(3.9, 0)]}))["segments"]
     assert count == 4
     assert [segment["start"] for segment in segments] == [0.0, 0.1, 0.2, 0.3, 0.4]

@@ -1,0 +1,279 @@
+"""Whisper networks of CTranslate2, run by faster-whisper, without torch.
+
+A folder of CTranslate2 holds model.bin, config.json, vocabulary.json or .txt, and tokenizer.json of the original model.
+model.bin is no pickle: names, shapes and numbers of variables one after the other (ctranslate2.specs.model_spec).
+Its sizes are read and validated here before CTranslate2 opens it. Spectrograms, tokens and words are faster-whisper's.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from weftline.errors import MissingPackage, ModelError, first_line
+from weftline.nodes.contract import ConfigError, OpenContext
+from weftline.nodes.device_tensors import as_array
+from weftline.nodes.hugging_face import FILE_BYTES_MAX, read_json
+from weftline.nodes.whisper_decoding import HOP, Found, Recording, Search, mel_frames
+from weftline.nodes.whisper_file import LANGUAGES, VOCABULARIES, VOCABULARY_MIN
+
+FILE = "model.bin"
+
+PRECISIONS = ("float32", "bfloat16", "float16", "int8")
+"""Of option `precision`, those that CTranslate2 computes in; the file may hold another one."""
+
+VERSION = 6
+"""Version of the file format that CTranslate2 has written since it has Whisper."""
+
+VARIABLES_MAX = 100_000
+NAME_BYTES_MAX = 1000
+RANK_MAX = 8
+
+ITEM_BYTES = {0: 4, 1: 1, 2: 2, 3: 4, 4: 2, 5: 2}
+"""Bytes of a number by its type's code: float32, int8, int16, int32, float16, bfloat16."""
+
+START = "<|startoftranscript|>"
+
+PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
+"""Punctuation that belongs to the next word, and to the word before: the defaults of openai-whisper."""
+
+SHAPES = {
+    "bands": ("encoder/conv1/weight", 1), "positions": ("encoder/position_encodings/encodings", 0),
+    "text_context": ("decoder/position_encodings/encodings", 0), "vocabulary": ("decoder/embeddings/weight", 0),
+}  # fmt: skip
+"""Of each field of Sizes, the variable and the axis that have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a model: mel bands, positions of encoder and decoder, and tokens of the vocabulary."""
+
+    bands: int
+    positions: int
+    text_context: int
+    vocabulary: int
+
+    @property
+    def multilingual(self) -> bool:
+        return self.vocabulary > VOCABULARY_MIN
+
+    @property
+    def languages(self) -> int:
+        """Number of languages, those first in LANGUAGES."""
+        return self.vocabulary - VOCABULARY_MIN + len(LANGUAGES) - 1 - self.multilingual
+
+
+def is_ctranslate2(path: Path) -> bool:
+    """Return whether a path is a folder with a model of CTranslate2."""
+    return (path / FILE).is_file() and not (path / "model.pt").is_file()
+
+
+def check_folder(folder: Path, shown: str) -> Sizes:
+    """Return the sizes of a model in CTranslate2's folder; ConfigError when it is no Whisper that can be opened."""
+    try:
+        sizes = read_sizes(folder / FILE)
+    except ValueError as error:
+        expected = "a Whisper model that CTranslate2 has converted"
+        raise ConfigError("model", f"{shown}/{FILE}: {error}", expected) from None
+    if sizes.vocabulary not in VOCABULARIES:
+        found = f"{shown}/{FILE} has {sizes.vocabulary} tokens"
+        raise ConfigError("model", found, f"one of Whisper's vocabularies, {', '.join(map(str, VOCABULARIES))}")
+    if not isinstance(read_json(folder / "config.json", f"{shown}/config.json"), dict):
+        raise ConfigError(
+            "model", f"the folder {shown} has {FILE} and no config.json", "both, as CTranslate2 writes them"
+        )
+    if not any((folder / f"vocabulary.{ending}").is_file() for ending in ("json", "txt")):
+        raise ConfigError("model", f"the folder {shown} has no vocabulary.json", "all files that CTranslate2 wrote")
+    words = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", FILE_BYTES_MAX)
+    added = words.get("added_tokens") if isinstance(words, dict) else None
+    if not isinstance(added, list) or not any(isinstance(one, dict) and one.get("content") == START for one in added):
+        found = f"{shown}/tokenizer.json " + ("is missing" if words is None else f"has no token {START}")
+        fix = "copy it from the original model, or convert with --copy_files tokenizer.json"
+        raise ConfigError("model", found, "the tokenizer of the original Whisper model", fix)
+    return sizes
+
+
+def read_sizes(path: Path) -> Sizes:
+    """Return the sizes of a model in a file of CTranslate2; ValueError unless it is a whole file of a Whisper."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(0)
+        try:
+            version = _number(file, "I")
+            if version != VERSION:
+                raise ValueError(f"its first 4 bytes are no version of CTranslate2's format, {VERSION}")
+            name = _text(file)
+            if name != "WhisperSpec":
+                raise ValueError(f"it holds a {name!r:.60}, expected a WhisperSpec")
+            _number(file, "I")  # revision of the spec
+            shapes = dict(_variable(file) for _ in range(_count(file)))
+            for _ in range(_count(file)):  # aliases
+                _text(file), _text(file)
+        except (struct.error, UnicodeDecodeError):
+            raise ValueError("it ends early, or its headers are damaged") from None
+        if file.tell() != end:
+            raise ValueError(f"it has {end - file.tell()} bytes after its last variable")
+    missing = [variable for variable, axis in SHAPES.values() if len(shapes.get(variable, ())) <= axis]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
+    return Sizes(**{field: shapes[variable][axis] for field, (variable, axis) in SHAPES.items()})
+
+
+def _variable(file: IO[bytes]) -> tuple[str, tuple[int, ...]]:
+    """Read a variable's header and skip its numbers; return its name and shape."""
+    name, rank = _text(file), _number(file, "B")
+    if rank > RANK_MAX:
+        raise ValueError(f"{name} has {rank} dimensions")
+    shape = tuple(_number(file, "I") for _ in range(rank))
+    kind, size = _number(file, "B"), _number(file, "I")
+    if size != math.prod(shape) * ITEM_BYTES.get(kind, -1):
+        raise ValueError(f"{name} of shape {shape} and type {kind} has {size} bytes")
+    file.seek(size, 1)
+    return name, shape
+
+
+def _number(file: IO[bytes], kind: str) -> int:
+    (value,) = struct.unpack(f"<{kind}", file.read(struct.calcsize(f"<{kind}")))
+    return int(value)
+
+
+def _count(file: IO[bytes]) -> int:
+    count = _number(file, "I")
+    if count > VARIABLES_MAX:
+        raise ValueError(f"it claims {count} variables")
+    return count
+
+
+def _text(file: IO[bytes]) -> str:
+    size = _number(file, "H")
+    data = file.read(size)
+    if not 0 < size <= NAME_BYTES_MAX or len(data) < size:
+        raise ValueError("it ends early, or its headers are damaged")
+    return data[:-1].decode()  # without the zero at its end
+
+
+class CTranslate2Network:
+    """A network of CTranslate2 with faster-whisper's tokenizer, spectrograms and alignment.
+
+    precision: one of PRECISIONS, or 'auto': that of the stored weights as far as the device has it.
+    """
+
+    def __init__(self, folder: Path, shown: str, context: OpenContext, precision: str) -> None:
+        try:
+            import ctranslate2
+            from faster_whisper import WhisperModel
+            from faster_whisper.feature_extractor import FeatureExtractor
+            from faster_whisper.tokenizer import Tokenizer
+            from faster_whisper.transcribe import get_suppressed_tokens
+        except ImportError:
+            raise MissingPackage("faster-whisper", "faster-whisper") from None
+        sizes = check_folder(folder, shown)
+        device, _, index = context.framework_device.partition(":")
+        has = ctranslate2.get_supported_compute_types(device, int(index or 0))
+        if precision not in ("auto", *has):
+            one = ", ".join(["auto", *(name for name in PRECISIONS if name in has)])
+            raise ModelError(f"precision: found {precision}, expected what CTranslate2 has on {device}: {one}")
+        context.progress("reading weights", 0.2)
+        try:
+            self.model: Any = WhisperModel(
+                str(folder),
+                device=device,
+                device_index=int(index or 0),
+                compute_type="default" if precision == "auto" else precision,
+                cpu_threads=max(context.threads, 1),
+                local_files_only=True,
+            )
+        except Exception as error:  # RuntimeError, ValueError, and those of tokenizers
+            raise ModelError(f"{shown}: {first_line(error)}") from None
+        self._views, self._tokenizer = ctranslate2, Tokenizer
+        self._spectrogram = FeatureExtractor(feature_size=sizes.bands)
+        self._bands = sizes.bands
+        self.multilingual = bool(self.model.model.is_multilingual)
+        self.languages = int(self.model.model.num_languages)
+        self.positions, self.text_context = sizes.positions, sizes.text_context
+        self.model.max_length = sizes.text_context  # of prompts
+        self._suppressed = list(get_suppressed_tokens(self.tokenizer(Recording(None, "en", "transcribe")), [-1]))
+
+    def samples(self, recording: Any) -> np.ndarray:
+        return recording if isinstance(recording, np.ndarray) else as_array(recording)
+
+    def mels(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        window = 2 * self.positions * HOP
+        return np.stack([self._mel(np.pad(piece, (0, window - len(piece)))) for piece in pieces])
+
+    def own_mels(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        reach = self._spectrogram.n_fft  # samples after a window into which the transform of its last frame reaches
+        return [self._mel(np.pad(piece, (0, reach)))[:, : mel_frames(len(piece))] for piece in pieces]
+
+    def padded(self, mels: Sequence[np.ndarray]) -> np.ndarray:
+        made = np.zeros((len(mels), self._bands, 2 * self.positions), np.float32)
+        for row, mel in zip(made, mels, strict=True):
+            row[:, : mel.shape[1]] = mel
+        return made
+
+    def encode(self, mels: np.ndarray) -> Any:
+        return self.model.encode(mels)
+
+    def rows(self, states: Any) -> Sequence[Any]:
+        views = self._views
+        there = states.to_device(views.Device.cpu).to(views.DataType.float32)
+        return [views.StorageView.from_array(row[None]) for row in np.array(there)]
+
+    def detect(self, states: Any, rows: Sequence[int]) -> list[str]:
+        found = self.model.model.detect_language(states)
+        return [found[row][0][0].strip("<|>") for row in rows]
+
+    def search(self, states: Any, recordings: Sequence[Recording], search: Search) -> Sequence[Found]:
+        prompts = [self._first_tokens(recording, search) for recording in recordings]
+        known = max(map(len, prompts))
+        found = self.model.model.generate(
+            states,
+            prompts,
+            beam_size=search.beams,
+            max_length=max(2 * search.tokens_max, known + search.tokens_max),  # a half of it limits the answer too
+            suppress_tokens=self._suppressed,
+            return_scores=True,
+            return_no_speech_prob=True,
+        )
+        return [self._result(recording, one) for recording, one in zip(recordings, found, strict=True)]
+
+    def tokenizer(self, recording: Recording) -> Any:
+        return self._tokenizer(self.model.hf_tokenizer, self.multilingual, recording.task, recording.language)
+
+    def align(
+        self, row: Any, recording: Recording, segments: list[dict[str, Any]], frames: int, spoken_s: float
+    ) -> None:
+        tokenizer = self.tokenizer(recording)
+        if not any(token < tokenizer.eot for segment in segments for token in segment["tokens"]):
+            for segment in segments:
+                segment["words"] = []
+            return
+        self.model.add_word_timestamps([segments], tokenizer, row, [frames], PREPENDED, APPENDED, spoken_s)
+
+    def sleep(self) -> None:
+        self.model.model.unload_model(to_cpu=True)
+
+    def wake(self) -> None:
+        self.model.model.load_model()
+
+    def _mel(self, samples: np.ndarray) -> np.ndarray:
+        mel: np.ndarray = self._spectrogram(samples, padding=0)
+        return mel.astype(np.float32, copy=False)
+
+    def _first_tokens(self, recording: Recording, search: Search) -> list[int]:
+        tokenizer = self.tokenizer(recording)
+        before = tokenizer.encode(f" {search.prompt.strip()}") if search.prompt else []
+        tokens: list[int] = self.model.get_prompt(tokenizer, before, without_timestamps=not search.timestamps)
+        return tokens
+
+    def _result(self, recording: Recording, found: Any) -> Found:
+        tokens = found.sequences_ids[0]
+        score = found.scores[0] * len(tokens) / (len(tokens) + 1)  # the end token counts, as in openai-whisper
+        text = self.tokenizer(recording).decode(tokens).strip()
+        return Found(tokens, text, found.no_speech_prob, score)
