@@ -48,7 +48,7 @@ def tokenizer() -> Tokenizer:
 
 def write_onnx(folder: Path) -> Path:
     """A classifier whose logits are how often 'bad' and 'key' stand in the text, times 4, against a constant 2."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     table = np.zeros((len(WORDS), 3), np.float32)
     table[3, 1] = table[5, 2] = 4
     graph = helper.make_graph(
