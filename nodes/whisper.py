@@ -290,7 +290,7 @@ def _check_model(config: WhisperConfig, step: StepContext) -> None:
         raise ConfigError("tokens_max", f"{config.tokens_max}", expected)
     if config.precision == "int8" and sizes is None:
         expected = f"one of auto, {', '.join(PRECISIONS)}"
-        raise ConfigError("precision", "int8", expected, "int8 needs a model in CTranslate2's format, with model.bin")
+        raise ConfigError("precision", "'int8'", expected, "int8 needs a model in CTranslate2's format, with model.bin")
     check_precision(config.precision, ("auto", *(PRECISIONS if sizes is None else CTRANSLATE2_PRECISIONS)))
 
 

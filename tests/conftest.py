@@ -1,9 +1,10 @@
-"""What every test shares: the two tiers, hypothesis without a clock, and Ctrl-C where it was switched off.
+"""What every test shares: the two tiers, hypothesis without a clock, quick collections of garbage, and Ctrl-C.
 
 Tests marked `slow` are the slow tier. `slow(but_first=2)` on a parametrised test leaves its first two cases in the fast
 tier, as a sentinel. With `--tools-required` a run fails when a missing program or package made a test be skipped.
 """
 
+import gc
 import re
 import signal
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 settings.register_profile("weftline", deadline=None)
 settings.load_profile("weftline")
+gc.disable()  # until the tests are collected
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and whatever that starts inherits it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if seen[name] <= mark.kwargs["but_first"]:
                 item.own_markers.remove(mark)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what collecting the tests has made, millions of objects, out of later collections of garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 class MissingTools:

@@ -76,8 +76,8 @@ def test_whisper_computes_in_the_precision_of_its_step(folder: Path, precision: 
     plain = opened(Whisper(WhisperConfig("model.pt")), folder)
     node = opened(Whisper(WhisperConfig("model.pt", precision=precision)), folder)
     seen: set[torch.dtype] = set()
-    node._model.encoder.blocks[0].attn.query.register_forward_hook(lambda *call: seen.add(call[2].dtype))
-    node._model.decoder.blocks[0].attn.query.register_forward_hook(lambda *call: seen.add(call[2].dtype))
+    node._network.model.encoder.blocks[0].attn.query.register_forward_hook(lambda *call: seen.add(call[2].dtype))
+    node._network.model.decoder.blocks[0].attn.query.register_forward_hook(lambda *call: seen.add(call[2].dtype))
     items = [tone(0.5), tone(1.0, 500)]
     wanted, found = plain.run(Batch({"audio": items})), node.run(Batch({"audio": items}))
     assert seen == {torch.float32 if precision == "tf32" else getattr(torch, precision)}
