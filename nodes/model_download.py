@@ -42,7 +42,7 @@ DOWNLOADS_MAX = 4
 INDEX_BYTES_MAX = 64 << 20
 LISTED_MAX = 16 * FILES_MAX
 DEPTH_MAX = 3
-_VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created", "blob_id")
 Report = Callable[[str], None]
 
 
@@ -124,7 +124,15 @@ def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         system, root = url_to_fs(url, **storage)
     except ImportError as error:  # it names the package of the protocol
-        package = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+        package = {
+            "s3": "s3fs",
+            "s3a": "s3fs",
+            "gs": "gcsfs",
+            "gcs": "gcsfs",
+            "az": "adlfs",
+            "abfs": "adlfs",
+            "hf": "huggingface_hub",
+        }
         name = package.get(url.partition("://")[0], "the package of its protocol")
         raise ModelError(f"model {url}: {first_line(error):.200}\n    fix: pip install {name}") from None
     except Exception as error:

@@ -1,6 +1,7 @@
 """Models named by URL: files fetched before, pinned by their SHA-256, in a cache on this machine.
 
     model: s3://bucket/models/chat        # in a pipeline file
+    model: hf://owner/name@revision       # on the hub of Hugging Face
 
 `weftline fetch` (`model_download`) downloads such a model into the cache and writes `models.lock.json` beside the
 pipeline: each file's name, size and SHA-256. To all nodes the model is then a folder of this machine. Nothing is
@@ -36,6 +37,8 @@ MODEL_BYTES_MAX = 4 << 40
 """Largest accepted model; the largest published ones take 1.3 TB."""
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", ".gguf", ".onnx", ".onnx_data")
 """Files of a model that are fetched; never pickled ones."""
+CTRANSLATE2 = "model.bin"
+"""Weights of CTranslate2, which are no pickle; fetched where its vocabulary is beside them."""
 SINGLE = (".gguf", ".onnx", ".safetensors")
 """Models that are one file, by the end of their URL."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
@@ -224,8 +227,11 @@ def _name(file: StoredFile) -> str:
 
 def needed_files(names: Sequence[str], url: str) -> list[str]:
     """Return the files of a listed folder that its model needs; ModelError where some are missing."""
-    found = sorted(name for name in names if is_name(name) and name.endswith(SUFFIXES))
-    if not any(name.endswith(SINGLE) for name in found):
+    converted = (
+        [CTRANSLATE2] if CTRANSLATE2 in names and not {"vocabulary.json", "vocabulary.txt"}.isdisjoint(names) else []
+    )
+    found = sorted([*(name for name in names if is_name(name) and name.endswith(SUFFIXES)), *converted])
+    if not converted and not any(name.endswith(SINGLE) for name in found):
         others = sorted(name for name in names if name not in found)[:3]
         seen = f"; found {', '.join(others)}" if others else ""
         raise ModelError(f"model {url}: no file ends in {', '.join(SINGLE)}{seen}; pickled weights are not fetched")

@@ -9,8 +9,10 @@ import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from shutil import rmtree
+from threading import Thread
 from typing import Any
 
 import fsspec
@@ -270,6 +272,58 @@ def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
     with pytest.raises(ModelError, match=r"Install s3fs to access S3\n    fix: pip install s3fs"):
         fetch("s3://bucket/m", None, {}, ignore)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The routes of Hugging Face's hub that its file system calls, for one model at one revision."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/api/models/owner/name/revision/abc":
+            self._answer(json.dumps({"id": "owner/name", "sha": "abc"}).encode())
+        elif path == "/api/models/owner/name/tree/abc":
+            files = ({"path": name, "size": len(data), "oid": str(hash(data))} for name, data in FILES.items())
+            self._answer(json.dumps([{"type": "file", **one} for one in files]).encode())
+        elif path.startswith("/owner/name/resolve/abc/"):
+            data = FILES[path.removeprefix("/owner/name/resolve/abc/")]
+            wanted = self.headers.get("Range", f"bytes=0-{len(data)}").removeprefix("bytes=").split("-")
+            self._answer(data[int(wanted[0]) : int(wanted[1]) + 1], 206 if "Range" in self.headers else 200)
+        else:
+            self._answer(b"", 404)
+
+    def _answer(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *values: object) -> None:
+        pass
+
+
+def test_a_model_of_the_hub_is_pinned_with_its_revision(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        storage = {"endpoint": f"http://127.0.0.1:{server.server_port}"}
+        model = fetch("hf://owner/name@abc", None, storage, ignore)
+        rmtree(model.folder)
+        assert fetch("hf://owner/name@abc", model, storage, ignore) == model
+        with pytest.raises(ModelError, match="hf://owner/name@def: it cannot be listed"):
+            fetch("hf://owner/name@def", None, storage, ignore)
+        server.shutdown()
+    add_pin(tmp_path, model.url, model)
+    path = find_model("hf://owner/name@abc", tmp_path)
+    assert path is not None and contents(path) == {name: FILES[name] for name in KEPT}
+
+
+def test_weights_of_ctranslate2_are_fetched_beside_their_vocabulary_only() -> None:
+    at = f"memory://{uuid.uuid4().hex}/m"
+    put(at, {"model.bin": b"\6\0\0\0", "config.json": b"{}"})
+    with pytest.raises(ModelError, match=r"no file ends in .*found model\.bin"):
+        fetch(at, None, {}, ignore)
+    put(at, {"vocabulary.json": b"[]", "other.bin": b"x"})
+    assert [one.name for one in fetch(at, None, {}, ignore).files] == ["config.json", "model.bin", "vocabulary.json"]
 
 
 def test_pickled_weights_are_never_fetched() -> None:
