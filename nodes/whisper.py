@@ -29,6 +29,7 @@ from weftline.node import (
     port,
 )
 from weftline.nodes.contract import model_error
+from weftline.nodes.hugging_face import is_path
 from weftline.nodes.model_file import find_model
 from weftline.nodes.precision import PRECISIONS, check_precision
 from weftline.nodes.subtitles import srt, vtt
@@ -270,6 +271,8 @@ def _check_model(config: WhisperConfig, step: StepContext) -> None:
         expected = f"a file, a folder with model.pt, model.bin or config.json, or one of {', '.join(KNOWN)}"
         short = config.model.rpartition("/")[2].removeprefix("whisper-")
         fix = f"write {short}: names of the hub are not fetched" if short in KNOWN else ""
+        if "/" in config.model and not fix and not is_path(config.model, step.base_dir):
+            fix = f"for a model of the hub write hf://{config.model}@REVISION and run `weftline fetch`"
         raise ConfigError("model", f"there is no {config.model}", expected, fix)
     sizes = check_folder(path, config.model) if path is not None and is_ctranslate2(path) else None
     if path is not None and sizes is None:

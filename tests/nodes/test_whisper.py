@@ -360,3 +360,10 @@ def test_files_and_names_that_are_no_checkpoint_are_refused_when_checked(tmp_pat
     with pytest.raises(ConfigError) as caught:
         Whisper.ports(WhisperConfig("openai/whisper-base.en"), StepContext(tmp_path))
     assert "write base.en" in caught.value.fix
+    with pytest.raises(ConfigError) as caught:
+        Whisper.ports(WhisperConfig("Systran/faster-whisper-base"), StepContext(tmp_path))
+    assert "hf://Systran/faster-whisper-base@REVISION" in caught.value.fix
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        Whisper.ports(WhisperConfig("models/whisper-mine"), StepContext(tmp_path))
+    assert not caught.value.fix
