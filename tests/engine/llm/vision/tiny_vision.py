@@ -154,8 +154,12 @@ def _idefics(words: Any, model_type: str) -> tuple[Any, Any]:
     )  # fmt: skip
     name = "Idefics3ImageProcessor" if model_type == "idefics3" else "SmolVLMImageProcessor"
     images = getattr(transformers, name)(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
-    processor = transformers.Idefics3Processor(images, words, image_seq_len=4, chat_template=words.chat_template)
-    return config, processor
+    if model_type == "idefics3":
+        return config, transformers.Idefics3Processor(images, words, image_seq_len=4, chat_template=words.chat_template)
+    videos = transformers.SmolVLMVideoProcessor(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
+    return config, transformers.SmolVLMProcessor(
+        images, words, videos, image_seq_len=4, chat_template=words.chat_template
+    )
 
 
 _MAKERS: dict[str, Any] = {
