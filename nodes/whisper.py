@@ -132,8 +132,8 @@ class Whisper(BatchNode):
 
     def open(self, context: OpenContext) -> None:
         config = self.config
-        found = find_model(config.model, context.base_dir)
         try:
+            found = find_model(config.model, context.base_dir)
             if found is not None and is_ctranslate2(found):
                 self._network = CTranslate2Network(found, config.model, context, config.precision)
             else:
