@@ -122,7 +122,7 @@ def test_the_bundled_model_in_int8_hears_the_question_without_torch(tmp_path: Pa
 def test_the_tokens_that_are_never_written_are_those_of_openai_whisper(folder: Path) -> None:
     network = whisper.load_model(str(folder / "model.pt"), device="cpu")
     task = whisper.decoding.DecodingTask(network, whisper.DecodingOptions(language="en", fp16=False))
-    assert sorted(fast(folder)._network._suppressed) == sorted(task._get_suppress_tokens())
+    assert set(fast(folder)._network._suppressed) == set(task._get_suppress_tokens())
 
 
 def test_a_batch_gives_what_each_recording_gives_alone(folder: Path) -> None:
