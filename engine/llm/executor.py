@@ -15,7 +15,7 @@ from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.request import SampledToken, TokenUpdate
-from weftline.engine.llm.request_grammars import RequestGrammars
+from weftline.engine.llm.request_grammars import RequestGrammars, constraint_error
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.schedule import Round, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence
@@ -184,15 +184,15 @@ class RoundExecutor:
         own, forked = sampled[: accepted + 1], sampled[1 + len(draft) :]
         unsound = next((one for one in [*own, *forked] if not one.sound), None)
         if unsound is not None:
-            error = unsound.error or StepError(
-                "no token can follow: the model produced no usable numbers, or the options exclude every token"
-            )
-            return [_failed(chunk, error)]
+            if unsound.error is not None:
+                return [_failed(chunk, constraint_error(unsound.error, chunk.sequence.params))]
+            found = "the model produced no usable numbers, or the options exclude every token"
+            return [_failed(chunk, StepError(f"no token can follow: {found}"))]
         try:
             children = zip(chunk.sequence.forks, forked, strict=True)
             return [self._update(chunk.sequence, own), *(self._update(child, [one]) for child, one in children)]
         except WeftlineError as error:  # a grammar move exceeded its limits
-            return [_failed(chunk, error)]
+            return [_failed(chunk, constraint_error(error, chunk.sequence.params))]
 
     def _update(self, sequence: Sequence, sampled: list[SampledToken]) -> TokenUpdate:
         """Return the update of one answer; its grammar, if any, advances by the tokens."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.params import sampling_error
+from weftline.engine.llm.params import SamplingParams, sampling_error
 from weftline.engine.llm.request import LlmRequest
 from weftline.engine.llm.sequence import Sequence
-from weftline.errors import InputError
+from weftline.errors import InputError, WeftlineError
 
 if TYPE_CHECKING:
     from weftline.engine.llm.grammar.compiler import GrammarCompiler
     from weftline.engine.llm.tokens import Tokens
 
 _PREFIX = "sampling: the constraint: "
-"""Prefix of the compiler's errors, which do not contain the key of the constraint."""
+"""Prefix of the compiler's and the matchers' errors, which do not contain the key of the constraint."""
 WAIT_MS = 2.0
 """Time that a step waits for a grammar when there is nothing else to compute."""
 
@@ -61,9 +61,7 @@ class RequestGrammars:
         try:
             compiled = pending.result()
         except InputError as error:
-            kind = next(iter(request.sequences[0].params.constraint))
-            reason = str(error).removeprefix(_PREFIX).removeprefix(f"sampling.{kind}: ")
-            raise sampling_error(kind, reason) from None
+            raise constraint_error(error, request.sequences[0].params) from None
         for sequence in request.sequences:
             self._matchers[sequence.order] = compiled.matcher()
         return True
@@ -94,3 +92,11 @@ class RequestGrammars:
     def close(self) -> None:
         if self._compiler is not None:
             self._compiler.close()
+
+
+def constraint_error(error: WeftlineError, params: SamplingParams) -> WeftlineError:
+    """Return an error of a compiler or matcher as one of the key of the request's constraint."""
+    if not isinstance(error, InputError):
+        return error
+    kind = next(iter(params.constraint))
+    return sampling_error(kind, str(error).removeprefix(_PREFIX).removeprefix(f"sampling.{kind}: "))

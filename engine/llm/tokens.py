@@ -116,23 +116,23 @@ class Tokens:
         turns = check_messages(messages)
         if self.image_token:
             turns = with_parts(turns, mark)
-        conversation = {"turns": turns, "tools": None if tools is None else check_tools(tools)}
+        offered = None if tools is None else check_tools(tools)
         texts: list[str] = []
 
         def collect(text: str) -> str:
             texts.append(text)
             return text
 
-        mapped(conversation, collect)
-        self._check_texts(texts)
+        mapped(turns, collect)
+        tools_at = len(texts)
+        mapped(offered, collect, "tools")
+        self._check_texts(texts, tools_at)
         marked, marks = self._mark(texts)
         if marks:
             following = iter(marked)
-            conversation = mapped(conversation, lambda text: next(following))
+            turns, offered = (mapped(value, lambda text: next(following)) for value in (turns, offered))
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation["turns"], tools=conversation["tools"], tokenize=False, add_generation_prompt=True
-            )
+            text = self.tokenizer.apply_chat_template(turns, tools=offered, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
         return self._encode(text, marks, specials=False)
@@ -199,11 +199,12 @@ class Tokens:
             return (lambda ids: backend.decode(ids, skip_special_tokens=False)) if control else backend.decode
         return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=not control)
 
-    def _check_texts(self, texts: list[str]) -> None:
+    def _check_texts(self, texts: list[str], tools_at: int) -> None:
+        """Check the texts of a conversation, and from `tools_at` those of its tools."""
         if sum(map(len, texts)) > self.chars_max:
             raise InputError(f"prompt: more than {self.chars_max} characters, which cannot fit the model's context")
-        for text in texts:
-            self._check_text("messages", text)
+        for place, text in enumerate(texts):
+            self._check_text("messages" if place < tools_at else "tools", text)
 
     def _check_text(self, where: str, text: object) -> None:
         if not isinstance(text, str):
@@ -213,7 +214,8 @@ class Tokens:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"{where}: found a lone surrogate at {error.start}, expected valid text") from error
+            message = f"{where}: found a lone surrogate at {error.start}, expected valid text"
+            raise InputError(message, param=where.rpartition(".")[2]) from error
 
     def _mark(self, texts: list[str]) -> tuple[list[str], dict[str, str]]:
         """Return `texts` with every control token's name replaced by a mark, and what each mark stands for."""
@@ -267,7 +269,7 @@ TOOLS_MAX = 128
 DEPTH_MAX = 32
 """Deepest nesting of a tool call or a tool's schema."""
 VALUES_MAX = 100_000
-"""Most single values in a conversation and its tools together."""
+"""Most single values in a conversation, and in its tools."""
 _KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
 
 
@@ -286,8 +288,11 @@ def check_tools(tools: object) -> list[dict[str, Any]]:
     return [dict(one) for one in tools]
 
 
-def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """Return JSON-like `value` with every text in it, keys included, changed; InputError when it is too deep or big."""
+def mapped(value: Any, change: Callable[[str], str], where: str = "messages") -> Any:
+    """Return JSON-like `value` with every text in it, keys included, changed; InputError when it is too deep or big.
+
+    where: the input that the value came in.
+    """
     left = VALUES_MAX
 
     def visit(value: Any, depth: int) -> Any:
@@ -295,7 +300,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
         left -= 1
         if depth > DEPTH_MAX or left < 0:
             what = f"nested deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else f"more than {VALUES_MAX} values"
-            raise InputError(f"messages: {what}")
+            raise InputError(f"{where}: {what}", param=where)
         if isinstance(value, str):
             return change(value)
         if isinstance(value, Mapping):
@@ -304,7 +309,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
             return [visit(one, depth + 1) for one in value]
         if value is None or isinstance(value, bool | int | float):
             return value
-        raise InputError(f"messages: found a {type(value).__name__}, expected JSON")
+        raise InputError(f"{where}: found a {type(value).__name__}, expected JSON", param=where)
 
     return visit(value, 0)
 

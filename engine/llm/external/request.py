@@ -143,7 +143,7 @@ def _tools(inputs: Mapping[str, Any], server: Server) -> dict[str, Any]:
         raise InputError("tool_choice: the engine of this step cannot be made to call a tool; use auto or none")
     if not read.offered:
         return {}
-    found: dict[str, Any] = {"tools": mapped(list(read.offered), str)}
+    found: dict[str, Any] = {"tools": mapped(list(read.offered), str, "tools")}
     if read.kind == "required":
         found["tool_choice"] = "required"
     elif read.forced:
@@ -168,7 +168,8 @@ def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
         encoded = msgspec.json.encode(body)
     except (UnicodeEncodeError, TypeError, ValueError, OverflowError, RecursionError):
-        raise InputError("messages: found a lone surrogate, or a value that JSON cannot have") from None
+        found = "found a lone surrogate, or a value that JSON cannot have"
+        raise InputError(f"messages, tools or sampling: {found}") from None
     if len(encoded) > BODY_BYTES_MAX:
         raise InputError(f"messages: {len(encoded)} bytes, expected at most {BODY_BYTES_MAX}")
     return encoded

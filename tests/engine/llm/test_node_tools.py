@@ -11,6 +11,7 @@ from transformers import AddedToken
 
 from tests.engine.llm import tiny
 from tests.engine.llm.test_node import _finish
+from weftline.engine.llm.grammar import matcher as grammar_matcher
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.errors import InputError
@@ -213,6 +214,36 @@ def test_schemas_that_cannot_be_forced_are_refused(hermes: Llm, parameters: Any,
     with pytest.raises(InputError, match=message) as refused:
         answer(hermes, tools=tools, tool_choice="required")
     assert refused.value.param == "tools" and "sampling" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("f\ud800", {}, "tools: found a lone surrogate at 1"),
+        ("f", {"properties": {"a": {"enum": ["\ud800"]}}}, "tools: found a lone surrogate at 0"),
+        (
+            "f",
+            {"a": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]},
+            "tools: nested deeper than 32",
+        ),
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_tools_that_no_template_can_show_are_refused(
+    hermes: Llm, name: str, parameters: Any, message: str, choice: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+    with pytest.raises(InputError, match=message) as refused:
+        answer(hermes, tools=tools, tool_choice=choice)
+    assert refused.value.param == "tools"
+
+
+def test_a_forced_call_that_takes_too_long_names_the_tools(hermes: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(hermes, tools=TOOLS, tool_choice="required")  # its grammar is compiled now
+    monkeypatch.setattr(grammar_matcher, "MOVE_MAX_MS", -1.0)
+    with pytest.raises(InputError, match=r"^tools: a token took") as refused:
+        answer(hermes, tools=TOOLS, tool_choice="required")
+    assert refused.value.param == "tools"
 
 
 def test_a_call_cannot_be_forced_in_other_formats(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.engine import Engine
+from weftline.engine.llm.grammar import matcher as grammar_matcher
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import LlmRequestOptions
@@ -128,6 +129,19 @@ def test_a_bad_form_fails_its_request_and_the_others_go_on(engine, bad, named):
     assert isinstance(errors[2], InputError)
     assert named in str(errors[2])
     assert str(errors[2]).count("sampling") == 1
+
+
+@pytest.mark.parametrize("moves", ["fill", "accept"])
+def test_a_constraint_that_takes_too_long_is_named(engine, monkeypatch, moves):
+    def exceed(self, argument):
+        raise InputError(f"{grammar_matcher.WHERE} a token took 300 ms")
+
+    engine.add(1, [5, 6], SamplingParams(regex="[a-f]{3}"))
+    assert not _finish(engine)[1]
+    monkeypatch.setattr(grammar_matcher.Matcher, moves, exceed)
+    engine.add(2, [5, 6], SamplingParams(regex="[a-f]{3}"))
+    error = _finish(engine)[1][2]
+    assert str(error) == "sampling.regex: a token took 300 ms" and error.param == "regex"
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar"])

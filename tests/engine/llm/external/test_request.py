@@ -167,6 +167,7 @@ def test_the_number_of_calls_is_limited_where_a_server_enforces_it() -> None:
         ({"messages": [{"role": "king", "content": "a"}]}, "role"),
         ({"prompt": "a", "tools": {"a": 1}}, "tools: expected a list"),
         ({"prompt": "a", "tools": TOOLS, "tool_choice": "some"}, "tool_choice: found .some., expected auto"),
+        ({"prompt": "a", "tools": [{"a": [b""]}]}, "tools: found a bytes, expected JSON"),
         ({"prompt": "a", "tool_choice": "required"}, "no tools were sent"),
         ({"prompt": "a", "tools": TOOLS, "parallel_tool_calls": 0}, "parallel_tool_calls: found 0, expected"),
         ({"prompt": "a", "tenant": "x" * 300}, "tenant: expected"),
