@@ -1,9 +1,9 @@
 """Calls of an external engine: an event loop in a thread of its own, with all running requests of the step.
 
 A request waits for one of `running_max` slots, the most urgent first. It is sent then, with the time left until its
-deadline as its limit. A call that failed before its answer began is repeated, within the deadline, at most
-`ATTEMPTS_MAX` times, and within a budget of one repetition for ten requests. Cancelling a request closes its
-connection, which ends the generation at the server.
+deadline as its limit, and has the slot until its answer is complete. A call that failed before its answer began is
+repeated, within the deadline, at most `ATTEMPTS_MAX` times, and within a budget of one repetition for ten requests.
+Cancelling a request closes its connection, which ends the generation at the server.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One request of the step. deadline_s: on the loop's clock; None for none. resumed: cleared while it is paused."""
+    """One request of the step. deadline_s: on the loop's clock; None for none. resumed: cleared while it is paused.
+
+    runs: True while it has a slot.
+    """
 
     item: int
     request: ChatRequest
@@ -53,6 +56,7 @@ class Call:
     priority: int = 0
     deadline_s: float | None = None
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    runs: bool = False
 
     @property
     def rank(self) -> float:
@@ -81,7 +85,7 @@ class Calls:
         self._budget = RetryBudget(RETRY_SHARE, loan=True)
         self._client: EngineClient | None = None
         self._calls: dict[int, tuple[Call, asyncio.Task[None]]] = {}
-        self._slots = _Slots(address.connections_max)
+        self._slots = _Slots(address.running_max)
         self._thread = threading.Thread(target=self._loop.run_forever, name="weftline-engine-calls", daemon=True)
         self._thread.start()
 
@@ -167,12 +171,12 @@ class Calls:
                     await self._slots.take(call.rank)
                 finally:
                     self.counts.waiting -= 1
+                call.runs = True
                 self.counts.running += 1
                 try:
                     await self._answer(call)
                 finally:
-                    self.counts.running -= 1
-                    self._slots.release()
+                    self._release_slot(call)
         except TimeoutError:
             self._fail(call, DeadlineExceeded("the deadline passed before the external engine's answer was complete"))
         except WeftlineError as error:
@@ -180,6 +184,13 @@ class Calls:
         except Exception:
             _log.exception("a call of the external engine failed")
             self._fail(call, StepError("the call of the external engine failed; the log of the step has the reason"))
+
+    def _release_slot(self, call: Call) -> None:
+        """Free the slot of a call, once."""
+        if call.runs:
+            call.runs = False
+            self.counts.running -= 1
+            self._slots.release()
 
     def _fail(self, call: Call, error: WeftlineError) -> None:
         self.outbox.add(Piece(call.item, last=True, error=error))
@@ -227,6 +238,7 @@ class Calls:
                 client.log("the response ended within the answer")
                 raise Unavailable("the connection to the external engine ended within the answer; try again")
             self.outbox.add(Piece(call.item, answer.outputs(), last=True))
+            self._release_slot(call)  # a server may hold the end of a response back
             await _read_end(events)
 
 

@@ -45,12 +45,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """A server, as the step's options name it. ca: file of the certificate authority; None: the system's."""
+    """A server, as the step's options name it. ca: file of the certificate authority; None: the system's.
+
+    running_max: most requests at a time.
+    """
 
     url: str
     key: str = field(default="", repr=False)
     ca: Path | None = None
-    connections_max: int = 256
+    running_max: int = 256
     stall_max_s: float = 120.0
 
 
@@ -82,8 +85,8 @@ class EngineClient:
             follow_redirects=False,
             timeout=httpx2.Timeout(address.stall_max_s, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(
-                max_connections=address.connections_max,
-                max_keepalive_connections=address.connections_max,
+                max_connections=2 * address.running_max,  # others read the end of a response that is complete
+                max_keepalive_connections=address.running_max,
                 keepalive_expiry=KEEPALIVE_S,
             ),
         )

@@ -442,6 +442,25 @@ def test_a_connection_is_used_again_for_the_next_request() -> None:
     assert len(ends) == 2 and len(set(ends)) == 1
 
 
+def test_a_response_without_its_end_holds_no_slot() -> None:
+    released = threading.Event()
+
+    def script(reply: Reply) -> None:
+        says("a")(reply)
+        released.wait(10)  # the connection stays open after the last event
+
+    with scripted(script) as server, opened(server.url, sequences_max=1) as node:
+        began = time.monotonic()
+        for item in range(2):
+            node.submit(item, HI)
+        answered = pieces_of(node, 2)
+        took_s = time.monotonic() - began
+        released.set()
+        assert [answered[item][-1].outputs["text"] for item in range(2)] == ["a", "a"]
+        wait_until(lambda: node.figures()["running"] == 0)
+    assert took_s < calls_module.TAIL_S / 2
+
+
 def test_no_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
