@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pwd
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,18 @@ def ignore(line: str) -> None:
 
 def test_the_cache_is_below_the_users() -> None:
     assert str(cache_dir()).startswith(os.environ["XDG_CACHE_HOME"])
+
+
+def test_a_user_without_a_home_folder_must_name_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / LOCK).write_text(json.dumps({"models": {"s3://b/m": {"x.gguf": {"bytes": 1, "sha256": "0" * 64}}}}))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # no entry for the user
+    with pytest.raises(ConfigError, match="this user has no home folder") as caught:
+        find_model("s3://b/m", tmp_path)
+    assert caught.value.fix == "set XDG_CACHE_HOME"
+    with pytest.raises(ConfigError, match="this user has no home folder"):
+        fetch("memory://m", None, {}, ignore)
 
 
 def test_a_fetched_model_is_a_folder_of_this_machine(tmp_path: Path, url: str) -> None:

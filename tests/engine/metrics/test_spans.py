@@ -60,6 +60,15 @@ def test_a_language_model_says_its_tokens_as_opentelemetry_calls_them() -> None:
     assert embedding["gen_ai.operation.name"] == "embeddings" and "gen_ai.usage.output_tokens" not in embedding
 
 
+def test_a_count_that_an_external_engine_did_not_send_is_left_out() -> None:
+    usage = {"prompt_tokens": 100, "completion_tokens": None, "finish_reason": "stop"}
+    attributes = spans_of(record("chat", usage=usage)).attributes
+    assert attributes["gen_ai.usage.input_tokens"] == 100 and "gen_ai.usage.output_tokens" not in attributes
+    assert attributes["gen_ai.operation.name"] == "generate_content"
+    neither = {"prompt_tokens": None, "completion_tokens": None, "finish_reason": "stop"}
+    assert not [name for name in spans_of(record("chat", usage=neither)).attributes if name.startswith("gen_ai.usage")]
+
+
 def test_texts_that_clients_chose_are_cut() -> None:
     span = spans_of(record("m" * 10_000, "INTERNAL", id="i" * 10_000, error="e" * 10_000))
     assert len(str(span.attributes["weftline.request_id"])) == len(span.error or "") == TEXT_MAX

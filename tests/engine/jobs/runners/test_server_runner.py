@@ -41,6 +41,7 @@ FAILS = of_one_step("fails", "fail, equals: bad")
 SLOW = of_one_step("slow", "echo, delay_ms: 5")
 SMALL = of_one_step("small", "echo, delay_ms: 2") + "limits: {requests_max: 4}\n"
 TIGHT = echo("tight", a="text", b="text") + "limits: {request_bytes_max: 1000}\n"
+COUNTS = echo("counts", usage="json")
 MAYBE = """weftline: 1
 name: maybe
 inputs: {x: text, more: {type: text, optional: true}}
@@ -67,7 +68,7 @@ def texts(count: int, first: int = 0) -> list[str]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     pipelines = {"wide": WIDE, "fails": FAILS, "slow": SLOW, "small": SMALL, "tight": TIGHT, "maybe": MAYBE}
-    with served_in_thread(pipelines) as one:
+    with served_in_thread(pipelines | {"counts": COUNTS}) as one:
         yield one
 
 
@@ -156,6 +157,17 @@ def test_what_a_row_leaves_out_is_left_out_and_only_wanted_outputs_come(server: 
     assert list(runner.outputs) == ["z"]
     assert dict(runner.submit(block(x=["a"], more=["c"])).result(60).outputs) == {"z": ["c"]}
     runner.close()
+
+
+def test_tokens_of_usage_outputs_are_added_and_missing_counts_are_zero(server: Served) -> None:
+    runner = ServerRunner(server.address, "counts")
+    try:
+        usage = [{"completion_tokens": 4}, {"completion_tokens": None}, {}, "none", {"completion_tokens": 3}]
+        found = runner.submit(block(usage=usage)).result(60)
+        assert not found.errors and list(found.outputs["usage"]) == usage
+        assert runner.figures()["tokens"] == 7.0
+    finally:
+        runner.close()
 
 
 def test_rows_in_flight_stay_within_the_limit(server: Served) -> None:

@@ -593,6 +593,32 @@ def test_a_call_that_ended_before_its_turn_is_not_started() -> None:
     asyncio.run(run())
 
 
+def test_an_error_of_a_turn_closes_its_connection_alone(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    balance = GrpcConnection._balance_reading
+
+    def failing(connection: GrpcConnection) -> None:
+        if connection is chosen[0]:
+            raise RuntimeError("a mistake of ours")
+        balance(connection)
+
+    with Wire(server) as wire, Wire(server) as other:
+        for one in (wire, other):
+            one.send(one.ask(1, call(), ASK))
+            one.wait(1)
+        port = wire.socket.getsockname()[1]
+        chosen = [one for one in transport(server).connections if one._transport.get_extra_info("peername")[1] == port]
+        monkeypatch.setattr(GrpcConnection, "_balance_reading", failing)
+        wire.send(wire.ask(3, call(), ASK))
+        wire.wait_closed(5)
+        other.send(other.ask(3, call(), ASK))
+        assert other.wait(3).status == OK
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == ["a gRPC connection failed"]
+    caplog.clear()
+    is_well(server)
+
+
 def test_a_message_of_the_limit_fits_a_budget_of_the_same_size() -> None:
     limits = ServeLimits(message_bytes_max=1 << 20, inflight_bytes_max=1 << 20)
     with served_in_thread({"echo": ECHO}, limits=limits) as server, Wire(server) as wire:
