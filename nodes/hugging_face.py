@@ -331,7 +331,8 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
 
 def _hub_cache() -> Path:
     """Return the model cache folder of huggingface_hub."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111, as the library has it
+    home = os.environ.get("HF_HOME") or Path(base) / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 

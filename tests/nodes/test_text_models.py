@@ -1,4 +1,5 @@
 import json
+import pwd
 import re
 import shutil
 import time
@@ -31,7 +32,7 @@ from weftline.nodes.classify import Classify, ClassifyConfig, open_classifier
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
-from weftline.nodes.hugging_face import load_tokenizer
+from weftline.nodes.hugging_face import find_folder, load_tokenizer
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.render.text import explain_text
@@ -683,6 +684,13 @@ def test_a_name_that_is_nowhere_says_what_could_be_named(tmp_path: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="fix: name the model's folder"):
         classify(tmp_path, "no-such-model-anywhere")
+
+
+def test_a_user_without_a_home_folder_has_no_cached_hub_model(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])  # no entry for the user
+    assert find_folder("some/model", tmp_path) is None
 
 
 def test_a_tokenizer_error_without_text_is_named_by_its_class(tmp_path, monkeypatch):
