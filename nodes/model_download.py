@@ -5,6 +5,9 @@
 
 A file is downloaded as NAME.part, which a later call goes on with, and gets its name once its size and its SHA-256 are
 right. A file lock on the folder makes calls that run at the same time wait for each other, in other processes too.
+
+What a first pin trusts is the connection: http and ftp without encryption are refused beyond loopback, after redirects
+too.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from weftline.errors import MissingPackage, ModelError, first_line
+from weftline.nodes.loopback import is_loopback
 from weftline.nodes.model_store import (
     FILES_MAX,
     MODEL_BYTES_MAX,
@@ -42,6 +47,7 @@ DOWNLOADS_MAX = 4
 INDEX_BYTES_MAX = 64 << 20
 LISTED_MAX = 16 * FILES_MAX
 DEPTH_MAX = 3
+UNENCRYPTED = ("http", "ftp")
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created", "blob_id")
 Report = Callable[[str], None]
 
@@ -117,12 +123,14 @@ def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
     if "::" in url or "?" in url or "#" in url or ":" in user or (user and protocol.startswith("http")):
         shown = url.replace(f"{user}@", "...@") if user else url.partition("?")[0]
         raise ModelError(f"model {shown}: expected a plain URL, without a password, a query or a chain of file systems")
+    _check_encrypted(url)
     try:
         from fsspec.core import url_to_fs
     except ImportError:
         raise MissingPackage("fsspec", "batch") from None
     try:
-        system, root = url_to_fs(url, **storage)
+        client = {"get_client": _http_client} if protocol in ("http", "https") else {}
+        system, root = url_to_fs(url, **storage, **client)
     except ImportError as error:  # it names the package of the protocol
         package = {
             "s3": "s3fs",
@@ -132,12 +140,37 @@ def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
             "az": "adlfs",
             "abfs": "adlfs",
             "hf": "huggingface_hub",
+            "http": "aiohttp",
+            "https": "aiohttp",
         }
         name = package.get(url.partition("://")[0], "the package of its protocol")
         raise ModelError(f"model {url}: {first_line(error):.200}\n    fix: pip install {name}") from None
     except Exception as error:
         raise ModelError(f"model {url}: {first_line(error):.200}") from None
     return system, root.rstrip("/")
+
+
+def _check_encrypted(url: str) -> None:
+    """Raise ModelError for a URL whose content could be changed on its way to this machine."""
+    parts = urlsplit(url)
+    if parts.scheme in UNENCRYPTED and not is_loopback(parts.hostname or ""):
+        shown = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        raise ModelError(
+            f"model {shown:.200}: {parts.scheme} is not encrypted, and a first pin would trust what arrives\n"
+            "    fix: use https, or copy the model to a folder of this machine and name the folder"
+        )
+
+
+async def _http_client(**options: Any) -> Any:
+    """Return an aiohttp session that checks each URL before it connects, those of redirects too."""
+    import aiohttp
+
+    class Connector(aiohttp.TCPConnector):
+        async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+            _check_encrypted(str(req.url))
+            return await super().connect(req, traces, timeout)
+
+    return aiohttp.ClientSession(connector=Connector(), **options)
 
 
 def _below(root: str, name: str, url: str) -> str:
@@ -272,4 +305,6 @@ def _fill(system: Any, file: _Listed, part: Path, url: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(found := error.__cause__ or error, ModelError):  # of a redirect
+        return str(found)
     return f"{type(error).__name__}: {first_line(error):.200}"

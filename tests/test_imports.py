@@ -18,7 +18,7 @@ FRONT_DOOR = 5
 
 PURE = [
     *(f"shm/{name}.py" for name in ("spec", "block", "allocator", "lease")),
-    *(f"nodes/{name}.py" for name in ("grouping", "out_of_memory")),
+    *(f"nodes/{name}.py" for name in ("grouping", "out_of_memory", "loopback")),
     *(f"shm/device/{name}.py" for name in ("names", "driver", "events")),
     "weftline/testing/recorder.py",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "pipelines").rglob("*.py"))),
@@ -28,10 +28,7 @@ PURE = [
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "trace")),
-    *(
-        f"engine/{name}.py"
-        for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket", "loopback")
-    ),
+    *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/llm/vision/{name}.py" for name in ("families", "features", "positions", "prompt")),
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),
@@ -58,7 +55,7 @@ MAY_LOAD = (
     *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py"),
 )
 """Where frameworks may be imported at the top of a file: these are imported only to be used."""
-LEAVES = ("weftline.engine.token_bucket", "weftline.engine.loopback")
+LEAVES = ("weftline.engine.token_bucket",)
 """Pure files that import nothing of the package, for both sides."""
 UNSAFE = {"pickle", "_pickle", "multiprocessing", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 

@@ -6,12 +6,12 @@ of single requests are in engine/request.py.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from weftline.errors import InputError
+from weftline.nodes.loopback import is_loopback
 
 DEFAULT_URL = "localhost:8001"
 TOKEN_CHARS_MAX = 4096
@@ -116,10 +116,4 @@ def is_local(url: str) -> bool:
     if match is None or int(match[2]) > 65_535:
         fix = "leave out what stands before the host" if "://" in url else "write 'localhost:8001' or 'unix:/path'"
         raise InputError(f"url: found {url!r:.100}, expected host:port\n    fix: {fix}")
-    host = match[1].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(match[1])

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pwd
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -267,6 +268,7 @@ def test_pins_of_two_commands_are_both_kept(tmp_path: Path, url: str) -> None:
         ("memory://nothing/here", "0 files there"),
         ("s3://key:secret@bucket/m", r"model s3://\.\.\.@bucket/m: expected a plain URL, without a password"),
         ("https://token@host/m.gguf", r"model https://\.\.\.@host/m.gguf: expected a plain URL"),
+        ("http://user:secret@host/m.gguf", r"model http://\.\.\.@host/m.gguf: expected a plain URL"),
         ("https://host/m.gguf?signature=secret", "model https://host/m.gguf: expected a plain URL"),
         ("simplecache::memory://m", "expected a plain URL, without .* a chain of file systems"),
         ("nowhere://bucket/m", "Protocol not known: nowhere"),
@@ -276,6 +278,61 @@ def test_pins_of_two_commands_are_both_kept(tmp_path: Path, url: str) -> None:
 def test_urls_that_cannot_be_fetched_say_why(url: str, reason: str) -> None:
     with pytest.raises(ModelError, match=reason):
         fetch(url, None, {}, ignore)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://host/m.gguf", "http://127.0.0.1.host/m", "http://10.0.0.1:9000/m", "ftp://host/m", "http:///m.gguf"],
+)
+def test_unencrypted_stores_of_other_machines_are_refused(url: str) -> None:
+    with pytest.raises(ModelError, match=r"(http|ftp) is not encrypted.*\n    fix: use https, or copy") as caught:
+        fetch(url, None, {}, ignore)
+    assert url in str(caught.value)
+
+
+@pytest.fixture
+def web() -> Iterator[str]:
+    """Yield the URL of a server on loopback: /m.gguf is a file, and paths of TARGETS redirect."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            there = TARGETS.get(self.path)
+            self.send_response(302 if there else 200)
+            self.send_header("location", there or "")
+            self.send_header("content-length", "4")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(b"GGUF")
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+TARGETS = {
+    "/near.gguf": "/m.gguf",
+    "/far.gguf": "http://user:secret@192.0.2.1/m.gguf?secret",
+    "/twice.gguf": "/far.gguf",
+}
+
+
+@pytest.mark.parametrize("path", ["m.gguf", "near.gguf"])
+def test_http_on_this_machine_is_fetched(web: str, path: str) -> None:
+    model = fetch(f"{web}/{path}", None, {}, ignore)
+    assert model.path.read_bytes() == b"GGUF"
+
+
+@pytest.mark.parametrize("path", ["far.gguf", "twice.gguf"])
+def test_a_redirect_to_an_unencrypted_store_is_refused(web: str, path: str) -> None:
+    with pytest.raises(ModelError, match=r"model http://192\.0\.2\.1/m\.gguf: http is not encrypted") as caught:
+        fetch(f"{web}/{path}", None, {}, ignore)
+    assert "secret" not in str(caught.value)
 
 
 def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from urllib.parse import SplitResult, urlsplit
 from weftline.engine.llm.external.servers import SERVERS, readers_of
 from weftline.engine.llm.options import LlmConfig, checked_sampling
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.loopback import is_loopback
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.loopback import is_loopback
 
 SEQUENCES_MAX = 4096
 """Most connections of a step; each running request has one."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weftline.engine.loopback import is_loopback
 from weftline.engine.serving.config import ServeConfig
 from weftline.errors import PipelineError, Problem
+from weftline.nodes.loopback import is_loopback
 
 SOURCE = "weftline serve"
 

@@ -24,7 +24,6 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weftline.engine.loopback import is_loopback
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
@@ -36,6 +35,7 @@ from weftline.engine.serving.http.errors import HttpError, too_large, unknown_pa
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
 from weftline.errors import AccessDenied, LimitReached
+from weftline.nodes.loopback import is_loopback
 
 WORK = (INFER, MEMORY, ADMIN)
 """Kinds of requests that a draining server refuses."""

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from weftline.engine.loopback import is_loopback
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, Tls
 from weftline.errors import PipelineError
+from weftline.nodes.loopback import is_loopback
 
 TLS = Tls(Path("cert.pem"), Path("key.pem"))
 TOKENS = Path("tokens.yaml")

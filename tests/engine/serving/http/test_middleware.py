@@ -19,7 +19,6 @@ from starlette.routing import Match
 
 from tests.engine.serving.http.backends import Functions, chatting
 from tests.engine.serving.http.hosted import Hosted, hosted
-from weftline.engine.loopback import is_loopback
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.auth.tokens import TokenFile, digest
@@ -27,6 +26,7 @@ from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.middleware import _is_local_name
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.routes import routes
+from weftline.nodes.loopback import is_loopback
 
 LIMITS = ServeLimits(message_bytes_max=1 << 20, metadata_bytes_max=4096, header_s=0.5, calls_max=3)
 HI: Any = [{"role": "user", "content": "hi"}]
