@@ -4,7 +4,8 @@
     fetch("s3://bucket/models/chat", pinned, {}, print)            # fetches what is missing or was changed
 
 A file is downloaded as NAME.part, which a later call goes on with, and gets its name once its size and its SHA-256 are
-right. A file lock on the folder makes calls that run at the same time wait for each other, in other processes too.
+right. A file lock on the folder makes calls that run at the same time wait for each other, in other processes too. The
+first download of a model is in a folder new-DIGEST, which `remove_abandoned` removes when nothing goes on with it.
 
 What a first pin trusts is the connection: http and ftp without encryption are refused beyond loopback, after redirects
 too.
@@ -47,6 +48,9 @@ DOWNLOADS_MAX = 4
 INDEX_BYTES_MAX = 64 << 20
 LISTED_MAX = 16 * FILES_MAX
 DEPTH_MAX = 3
+ABANDONED_S = 24 * 3600.0
+"""Time without a written byte after which a first download that was interrupted is removed."""
+NEW, LOCK_SUFFIX = "new-", ".lock"
 UNENCRYPTED = ("http", "ftp")
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created", "blob_id")
 Report = Callable[[str], None]
@@ -83,7 +87,7 @@ def fetch(url: str, pinned: StoredModel | None, storage: Mapping[str, Any], repo
     system, root = _connect(url, storage)
     listed = _list(system, root, url)
     what = json.dumps([url, *((name, one.size_bytes, one.version) for name, one in listed.items())])
-    folder = cache_dir() / f"new-{hashlib.sha256(what.encode()).hexdigest()}"
+    folder = cache_dir() / f"{NEW}{hashlib.sha256(what.encode()).hexdigest()}"
     with _locked(folder):
         _reserve(listed, folder, url)
         hashes = _download(system, listed, {}, folder, url, report)
@@ -108,12 +112,51 @@ def _publish(folder: Path, model: StoredModel) -> None:
     shutil.rmtree(folder)
 
 
+def remove_abandoned() -> None:
+    """Remove first downloads that no process goes on with, and lock files that no process holds."""
+    for path in cache_dir().glob("*"):
+        folder = path.with_name(path.name.removesuffix(LOCK_SUFFIX))
+        if folder == path and not path.name.startswith(NEW):
+            continue  # a model
+        try:
+            with _locked(folder, wait=False) as lock:
+                if folder.name.startswith(NEW) and folder.is_dir() and _idle_s(folder, lock) > ABANDONED_S:
+                    shutil.rmtree(folder)
+        except OSError:
+            pass  # another process has it, or another user
+
+
+def _idle_s(folder: Path, lock: Path) -> float:
+    """Return the time from the last write in a folder to the opening of its lock, by the file system's clock."""
+    return lock.stat().st_mtime - max(one.stat().st_mtime for one in (folder, *folder.rglob("*")))
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of the cache; wait for another process that has it."""
-    with folder.with_name(f"{folder.name}.lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _locked(folder: Path, wait: bool = True) -> Iterator[Path]:
+    """Hold the lock of a folder of the cache, and yield the lock file.
+
+    The file is removed before the lock is released: a process that waited for it opens another one.
+    wait: wait for another process that has the lock; False: BlockingIOError.
+    """
+    path = folder.with_name(f"{folder.name}{LOCK_SUFFIX}")
+    while True:
+        with path.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_file_at(file.fileno(), path):
+                continue
+            try:
+                yield path
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _connect(url: str, storage: Mapping[str, Any]) -> tuple[Any, str]:
@@ -229,7 +272,7 @@ def _reserve(listed: Mapping[str, _Listed], folder: Path, url: str) -> None:
     if size_bytes > free:
         raise ModelError(
             f"model {url}: {size_bytes} bytes to download, {free} are free in {cache_dir()}\n"
-            "    fix: free some, or set XDG_CACHE_HOME to another disk"
+            f"    fix: free some (interrupted downloads: folders {NEW}* there), or set XDG_CACHE_HOME to another disk"
         )
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pwd
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ import pytest
 import weftline
 from tests.engine.llm import tiny
 from tests.nodes import random_models
+from weftline.cli.fetch import fetch as fetch_command
 from weftline.cli.fetch import fetch_file
 from weftline.errors import ModelError
 from weftline.nodes import model_download
@@ -427,10 +429,56 @@ def test_downloads_at_the_same_time_wait_for_each_other(tmp_path: Path) -> None:
         one.start()
     start.set()
     folders = {found.get(timeout=30) for _ in processes}
+    assert len(folders) == 1
     for one in processes:
         one.join(30)
-    assert len(folders) == 1 and contents(Path(folders.pop())) == {name: FILES[name] for name in KEPT}
-    assert not list(cache_dir().glob("new-*[!k]"))
+    (folder,) = folders
+    assert contents(Path(folder)) == {name: FILES[name] for name in KEPT}
+    assert [one.name for one in cache_dir().iterdir()] == [Path(folder).name for folder in folders]
+
+
+def test_a_lock_is_held_by_one_at_a_time_though_its_file_is_removed(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    held: list[int] = []
+    most = [0]
+
+    def hold(number: int) -> None:
+        for _ in range(50):
+            with model_download._locked(cache / "m"):
+                held.append(number)
+                most.append(len(held))
+                time.sleep(0)  # others try to take it
+                held.remove(number)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(hold, range(8)))
+    assert max(most) == 1 and len(most) == 401 and list(cache.iterdir()) == []
+
+
+def test_interrupted_downloads_and_lock_files_are_removed_by_the_command(tmp_path: Path, url: str, cache: Path) -> None:
+    """Kept are those written to within a day, those of a running process, and models."""
+    model = fetch(url, None, {}, ignore)
+    for name in ("new-old", "new-recent", "new-running"):
+        (cache / name / "1_Pooling").mkdir(parents=True)
+        (cache / name / "1_Pooling" / "config.json.part").write_bytes(b"half")
+    long_ago_s = (cache / "new-old").stat().st_mtime - model_download.ABANDONED_S - 10
+    for path in (cache / "new-old", cache / "new-running", cache / "new-recent", model.folder):
+        for one in (path, *path.rglob("*")):
+            if one.name != "config.json.part" or path.name != "new-recent":
+                os.utime(one, (long_ago_s, long_ago_s))
+    for name in ("new-gone.lock", f"{model.folder.name}.lock"):  # of killed processes
+        (cache / name).touch()
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {words: text}\noutputs: {out: same.value}\n"
+        "steps: {same: {node: echo, inputs: {value: words}}}\n"
+    )
+    with model_download._locked(cache / "new-running"):
+        fetch_command([str(tmp_path / "p.yaml")])
+        kept = {model.folder.name, "new-recent", "new-running", "new-running.lock"}
+        assert {one.name for one in cache.iterdir()} == kept
+    fetch_command([str(tmp_path / "p.yaml")])
+    assert {one.name for one in cache.iterdir()} == {model.folder.name, "new-recent"}
+    assert model.missing() == []
 
 
 @pytest.mark.parametrize(

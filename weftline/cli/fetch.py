@@ -9,6 +9,7 @@ import typer
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, model_error
 from weftline.nodes.model_download import fetch as fetch_model
+from weftline.nodes.model_download import remove_abandoned
 from weftline.nodes.model_store import LOCK, add_pin, read_lock, urls_of
 from weftline.pipelines.spec.loader import load_file
 
@@ -35,6 +36,7 @@ def fetch(
     """
     for file in files:
         fetch_file(file, update, read_storage(storage or ()))
+    remove_abandoned()
 
 
 def read_storage(pairs: list[str] | tuple[()]) -> dict[str, str]:
