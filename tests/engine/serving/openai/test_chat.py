@@ -96,12 +96,6 @@ def endpoint(backend: Functions) -> Iterator[Hosted]:
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def wait_until(true: Any, timeout_s: float = 10) -> None:
     until = time.monotonic() + timeout_s
     while not true():

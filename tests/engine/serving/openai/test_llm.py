@@ -49,12 +49,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_it_answers_the_same_whole_and_streamed(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="chat", messages=ASKED, temperature=0)
     text = whole.choices[0].message.content

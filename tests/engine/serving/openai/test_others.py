@@ -103,12 +103,6 @@ def endpoint(backend: Functions) -> Iterator[Hosted]:
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_a_prompt_is_completed_and_counted(client: openai.OpenAI) -> None:
     response = client.completions.create(model="text", prompt="a", max_tokens=3)
     assert (response.choices[0].text, response.choices[0].finish_reason) == ("a0", "stop")

@@ -33,18 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
 
 
 @pytest.fixture(scope="module")
-def client(model: TinyVision, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+def endpoint(model: TinyVision, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
     tiny.save(folder / "texts")
     (folder / "see.yaml").write_text(CHAT.format(name="see", model=model.folder))
     (folder / "read.yaml").write_text(CHAT.format(name="read", model=folder / "texts"))
     served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("see", "read")}
-    with hosted_pipelines(served) as endpoint, _client(endpoint) as client:
-        yield client
-
-
-def _client(endpoint: Hosted) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0)
+    with hosted_pipelines(served) as endpoint:
+        yield endpoint
 
 
 def _url(seed: int, height: int = 20, width: int = 30) -> str:

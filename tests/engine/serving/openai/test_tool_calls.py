@@ -69,12 +69,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Iterator[H
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def check_weather(message: Any) -> None:
     """Check that a message is one call of `weather` that fits its schema."""
     assert not message.content and len(message.tool_calls) == 1

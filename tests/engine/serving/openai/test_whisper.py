@@ -43,12 +43,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
         yield endpoint
 
 
-@pytest.fixture(scope="module")
-def client(endpoint: Hosted) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def long_recording(format: str, silence_s: float = 12.0) -> tuple[str, bytes]:
     samples, rate = soundfile.read(EXAMPLES / "data" / "question.wav", dtype="float32")
     out = io.BytesIO()
