@@ -66,6 +66,17 @@ class TokenCounters:
         elif update.finish is not None:
             self.cut += 1
 
+    def figures(self) -> dict[str, float]:
+        """Return the counters under the names that the worker reports."""
+        return {
+            "prompt_tokens_total": self.prompt_tokens,
+            "completion_tokens_total": self.completion_tokens,
+            "finished_stop_total": self.stopped,
+            "finished_length_total": self.cut,
+            "finished_error_total": self.failed,
+            "finished_abort_total": self.dropped,
+        }
+
 
 def figures(counters: TokenCounters, stats: EngineStats) -> dict[str, float]:
     """Return counters and gauges under the names that the worker reports."""
@@ -87,10 +98,5 @@ def figures(counters: TokenCounters, stats: EngineStats) -> dict[str, float]:
         "prefix_hit_tokens_total": stats.prefix_hit_tokens,
         "draft_tokens_total": stats.drafted,
         "accepted_tokens_total": stats.accepted,
-        "prompt_tokens_total": counters.prompt_tokens,
-        "completion_tokens_total": counters.completion_tokens,
-        "finished_stop_total": counters.stopped,
-        "finished_length_total": counters.cut,
-        "finished_error_total": counters.failed,
-        "finished_abort_total": counters.dropped,
+        **counters.figures(),
     }

@@ -160,18 +160,13 @@ class ExternalLlm(StreamNode):
         return -1 if self._calls is None else self._calls.outbox.descriptor
 
     def figures(self) -> Mapping[str, float]:
-        counts, counters = self._opened().counts, self._counters
+        counts = self._opened().counts
         return {
             "running": counts.running,
             "waiting": counts.waiting,
             "calls_total": counts.sent,
             "retries_total": counts.retried,
-            "prompt_tokens_total": counters.prompt_tokens,
-            "completion_tokens_total": counters.completion_tokens,
-            "finished_stop_total": counters.stopped,
-            "finished_length_total": counters.cut,
-            "finished_error_total": counters.failed,
-            "finished_abort_total": counters.dropped,
+            **self._counters.figures(),
         }
 
     def _count(self, piece: Piece) -> None:
