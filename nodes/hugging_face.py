@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,7 +332,7 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
 
 def _hub_cache() -> Path:
     """Return the model cache folder of huggingface_hub."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111, as the library has it
+    base = os.environ.get("XDG_CACHE_HOME") or posixpath.expanduser("~/.cache")
     home = os.environ.get("HF_HOME") or Path(base) / "huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 

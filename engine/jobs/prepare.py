@@ -5,6 +5,7 @@ Checks pipeline, data set, column mapping and settings, and creates the manifest
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -146,7 +147,7 @@ def _here(written: str) -> Path | None:
     protocol, _, path = written.rpartition("://")
     if protocol not in ("", *LOCAL) or not path:
         return None
-    return Path(path).expanduser().resolve()
+    return Path(posixpath.expanduser(path)).resolve()
 
 
 def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:

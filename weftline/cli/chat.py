@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import posixpath
 import re
 import sys
 import time
@@ -333,7 +334,7 @@ class Chat:
         return InputError(f"{error}\n    the conversation is unchanged; {RESET_HINT}")
 
     def _run_command(self, name: str, text: str) -> None:
-        note, file = self._terminal.note, Path(text).expanduser()
+        note, file = self._terminal.note, Path(posixpath.expanduser(text))
         match name:
             case "/help":
                 note("\n".join(help_lines()))

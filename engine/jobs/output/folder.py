@@ -89,7 +89,10 @@ def find(out: str, single_file: bool, suffix: str, storage: Mapping[str, str]) -
     layout = ResultLayout(f"{final}.job/", final, suffix) if single_file else ResultLayout("", "", suffix)
     if protocol and protocol not in LOCAL:
         return ResultFolder(written, shown_url(folder), _remote(written, folder, storage), layout)
-    root = Path(posixpath.dirname(path) if single_file else path).expanduser()
+    try:
+        root = Path(posixpath.dirname(path) if single_file else path).expanduser()
+    except RuntimeError:
+        raise InputError(f"--out {written}: there is no home folder of this name") from None
     _check_kinds(out, root, root / final if final else None)
     return ResultFolder(out, folder, LocalFiles(root), layout)
 

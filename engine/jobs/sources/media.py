@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from tarfile import TarError
 from typing import Any, Self
 
@@ -279,5 +278,5 @@ def _joined(folder: str, written: str) -> str:
     if "://" in written or written.startswith("/") or not folder:
         return written
     if written.startswith("~/"):
-        return str(Path(written).expanduser())
+        return posixpath.expanduser(written)
     return posixpath.join(folder, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -83,7 +84,7 @@ def check_external(config: ExternalLlmConfig, base_dir: Path, environment: Mappi
 
 def ca_file(ca: str, base_dir: Path) -> Path:
     """Return the path of the option `ca`."""
-    return base_dir / Path(ca).expanduser()
+    return base_dir / posixpath.expanduser(ca)
 
 
 def _check_url(config: ExternalLlmConfig) -> SplitResult:

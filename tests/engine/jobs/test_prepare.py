@@ -30,6 +30,7 @@ pytest.importorskip("pyarrow")
         ("s3://in/found", "in", False),
         ("in/found", "s3://in", False),
         ("in/found", "-", False),
+        ("~no-such-user/found", "~no-such-user", False),
     ],
 )
 def test_results_among_the_data_are_seen(

@@ -279,6 +279,13 @@ def test_commands_change_what_is_asked(step: ChatStep, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["sampling"] == {"temperature": 0.7}
 
 
+def test_a_tilde_without_a_user_ends_no_chat(step: ChatStep) -> None:
+    ask = Answers("Yes.")
+    code, out, err = talk(step, ask, "/system ~no-such-user, be brief\n/load ~no-such-user/chat.json\none?")
+    assert (code, out) == (1, "Yes.\n") and "~no-such-user/chat.json" in err
+    assert ask.asked[0]["messages"][0]["content"] == "~no-such-user, be brief"
+
+
 def test_a_mistake_changes_nothing_and_a_pipe_ends_with_1(step: ChatStep) -> None:
     ask = Answers("Yes.")
     code, out, err = talk(step, ask, "/set temperature 1000\n/set warmth 1\n/nope\n\none?\n/quit\nnever\n")

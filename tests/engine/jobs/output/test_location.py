@@ -42,6 +42,8 @@ def test_what_lies_in_the_way_is_said(tmp_path: Path) -> None:
         find(f"{tmp_path}/x.parquet", True, ".parquet", {})
     with pytest.raises(InputError, match="names no file"):
         find("out/", True, ".parquet", {})
+    with pytest.raises(InputError, match="--out ~no-such-user/out: there is no home folder of this name"):
+        find("~no-such-user/out", False, ".parquet", {})
 
 
 def test_an_unknown_protocol_is_refused() -> None:

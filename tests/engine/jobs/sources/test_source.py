@@ -81,6 +81,7 @@ def test_object_stores_are_read_like_folders() -> None:
     ("data", "more", "said"),
     [
         (("none.jsonl",), {}, "none.jsonl: there is no such file or folder"),
+        (("~no-such-user/a.jsonl",), {}, "~no-such-user/a.jsonl: there is no such file or folder"),
         (("none/*.jsonl",), {}, "none: matches no files"),
         (("empty",), {}, "empty: holds no files"),
         (("a.jsonl", "b.csv"), {}, "a.jsonl, b.csv: files of several formats"),

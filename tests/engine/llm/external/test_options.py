@@ -74,6 +74,7 @@ def test_https_and_http_on_this_machine_are_accepted(url: str, tmp_path: Path) -
         ({"ca": "empty.pem", "url": "http://localhost/v1"}, "ca", "beside a URL with http"),
         ({"model": ""}, "model", "0 characters"),
         ({"server": "triton"}, "server", "'triton'"),
+        ({"ca": "~no-such-user/ca.pem"}, "ca", "No such file or directory"),
         ({"sequences_max": 0}, "sequences_max", "0"),
         ({"stall_max_s": 0.0}, "stall_max_s", "0"),
         ({"sampling": {"top_k": 5}}, "sampling.top_k", "not an option of a server of kind openai"),
