@@ -270,7 +270,7 @@ def _values(
     for place, data in zip(named, loader.read_all(list(named.values())), strict=True):
         values[place] = data
     if required:
-        empty = Unusable(f"column {column} is empty")
+        empty = Unusable(f"column {column} is null")
         values = [empty if value is None else value for value in values]
     return values
 

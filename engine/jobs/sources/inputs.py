@@ -66,7 +66,7 @@ class Binding:
         }
         for name in self.columns:
             if name in self.needed:
-                empty = Unusable(f"column {self.columns[name]} is empty")
+                empty = Unusable(f"column {self.columns[name]} is null")
                 found[name] = [empty if value is None else value for value in found[name]]
         return _with_broken(found, table)
 
@@ -291,5 +291,5 @@ def _whole(elements: list[Any], item: PortType) -> list[Any] | Unusable:
         if isinstance(one, Unusable):
             return Unusable(f"element {place}: {one.reason}")
         if one is None and item.kind not in ("json", "any"):
-            return Unusable(f"element {place} is empty")
+            return Unusable(f"element {place} is null")
     return elements

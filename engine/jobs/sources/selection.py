@@ -343,6 +343,6 @@ def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[
     for row, id in enumerate(found):
         if id is None:
             if broken is None or not broken[row]:
-                raise InputError(f"row {instead[row]}: column {name} is empty, and --id {name} makes row ids from it")
+                raise InputError(f"row {instead[row]}: column {name} is null, and --id {name} makes row ids from it")
             found[row] = instead[row]
     return [id for id in found if id is not None]

@@ -208,7 +208,7 @@ def test_a_row_that_fails_is_called_by_its_number_in_the_whole_data_set() -> Non
 
 
 def test_an_input_that_cannot_be_had_is_an_input_error() -> None:
-    with pytest.raises(errors.InputError, match=r"^row 1: column text is empty$"):
+    with pytest.raises(errors.InputError, match=r"^row 1: column text is null$"):
         list(map_rows(Shouter(), [{"text": "a"}, {"text": None}]))
 
 

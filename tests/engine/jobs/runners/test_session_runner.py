@@ -141,8 +141,8 @@ def test_a_row_that_kills_its_worker_is_one_error_row(session: Session) -> None:
 
 
 def test_values_that_cannot_be_had_or_are_refused_are_error_rows(session: Session) -> None:
-    answered = runner(session).submit(block([Unusable("column numbers is empty"), "text", [1]])).result(60)
-    assert answered.errors[0] == RowError("", "InputError", "input numbers: column numbers is empty")
+    answered = runner(session).submit(block([Unusable("column numbers is null"), "text", [1]])).result(60)
+    assert answered.errors[0] == RowError("", "InputError", "input numbers: column numbers is null")
     assert answered.errors[1].step == "" and answered.errors[1].error == "InputError"
     assert answered.outputs["sum"] == [None, None, 2]
 

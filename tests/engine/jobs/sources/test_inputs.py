@@ -125,8 +125,8 @@ def test_text_comes_from_text_and_from_utf8() -> None:
 
 
 def test_empty_values_of_needed_inputs_cannot_be_used() -> None:
-    assert values(["a", None], "text", needed=True) == ["a", Unusable("column x is empty")]
-    assert values(pa.nulls(1), "image", needed=True) == [Unusable("column x is empty")]
+    assert values(["a", None], "text", needed=True) == ["a", Unusable("column x is null")]
+    assert values(pa.nulls(1), "image", needed=True) == [Unusable("column x is null")]
 
 
 def test_media_come_from_bytes_and_files(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_audio_comes_from_numbers_too() -> None:
 def test_lists_are_made_of_elements(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"A")
     assert values([["x", "y"], [], None, ["z", None]], "list[text]") == [
-        ["x", "y"], [], None, Unusable("element 1 is empty"),
+        ["x", "y"], [], None, Unusable("element 1 is null"),
     ]  # fmt: skip
     assert values([["a", "a"], ["a", "b"]], "list[image]", tmp_path) == [
         [b"A", b"A"], Unusable("element 1: there is no file b"),

@@ -181,7 +181,7 @@ def test_an_id_that_comes_twice_is_named() -> None:
 
 
 def test_an_empty_id_is_refused_by_row() -> None:
-    with pytest.raises(InputError, match="row rows#1: column key is empty"):
+    with pytest.raises(InputError, match="row rows#1: column key is null"):
         list(in_memory([{"key": "a"}, {"key": None}], DataSpec((), id="key")).read())
 
 
