@@ -67,9 +67,11 @@ def plan_of(pipeline: Source, machine: Machine | None = None) -> Plan:
 
 
 def graph_of(pipeline: Source) -> Pipeline:
-    """Return the graph of a pipeline; PipelineError if it cannot be read."""
+    """Return the graph of a pipeline; PipelineError if it cannot be read, InputError if it is none."""
     if isinstance(pipeline, str | Path):
         return load_file(pipeline)
+    if not isinstance(pipeline, Builder | Pipeline):
+        raise InputError(f"pipeline: found {type(pipeline).__name__}, expected a file's path or a weftline.Pipeline")
     return pipeline.build() if isinstance(pipeline, Builder) else pipeline
 
 

@@ -67,7 +67,8 @@ def checked_options(options: object) -> RequestOptions:
     if options is None:
         return DEFAULT_OPTIONS
     if not isinstance(options, RequestOptions):
-        raise InputError(f"options: found {type(options).__name__}, expected weftline.RequestOptions")
+        found = f"options: found {type(options).__name__}, expected weftline.RequestOptions"
+        raise InputError(f"{found}\n    fix: pass inputs by name, as in run(photo=...); run(**inputs) passes a dict")
     return options
 
 

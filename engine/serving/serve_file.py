@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from weftline.pipelines.check.problems import did_you_mean, from_validation, lis
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import JointPlan, Owner, planner
-from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, hide_secrets, read_document
+from weftline.pipelines.spec.document import Document, hide_secrets, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
 from weftline.pipelines.spec.schema import NAME_PATTERN
@@ -110,23 +109,6 @@ def parse_serve_file(document: Document, path: str, folder: Path) -> ServeFile:
 def is_serve_file(document: Document) -> bool:
     """Return True for a serve file, False for a pipeline file."""
     return isinstance(document.value, Mapping) and "pipelines" in document.value and "steps" not in document.value
-
-
-def read_file(path: str | Path) -> Document:
-    """Return the YAML document at `path`; PipelineError when it cannot be read."""
-    name = str(path)
-    try:
-        with Path(path).open("rb") as stream:
-            raw = stream.read(TEXT_BYTES_MAX + 1)
-        return read_document(raw.decode("utf-8"), name, os.environ)
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        problem = Problem("", "not UTF-8", fix="save the file as UTF-8", line=line, file=name)
-    except FileNotFoundError:
-        problem = Problem("", "there is no such file", fix="give the path of a YAML file", file=name)
-    except OSError as error:
-        problem = Problem("", f"cannot be read: {error.strerror}", file=name)
-    raise PipelineError([problem])
 
 
 def to_text(config: ServeConfig) -> str:

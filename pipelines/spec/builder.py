@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -238,7 +238,9 @@ class Builder:
         try:
             return plain(value)
         except TypeError as error:
-            self._refuse(path, str(error), "text, a number, true, false, a list or a mapping")
+            code = inspect.isroutine(value) or inspect.isclass(value)
+            fix = f"name it in text: {reference(value, self._base_dir)!r}" if code else ""
+            self._refuse(path, str(error), "text, a number, true, false, a list or a mapping", fix)
             self._unread.add(path)
             return None
 
@@ -279,8 +281,11 @@ def owners(config: type) -> list[type[Node]]:
     return [one for one in found if inspect.isclass(one) and issubclass(one, Node) and one.Config is config]
 
 
-def reference(node: type[Node], base_dir: Path) -> str:
-    """Return a pipeline file's reference to a node class: catalog name, file for a script's own class, else module."""
+def reference(node: Callable[..., Any], base_dir: Path) -> str:
+    """Return a pipeline file's reference to a node class or a function.
+
+    The catalog's name, the file for one of a script, else the module.
+    """
     path = f"{node.__module__}:{node.__qualname__}"
     for short, dotted in CATALOG.items():
         if dotted == path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -246,12 +247,13 @@ _COMPARED: Mapping[type[ast.cmpop], str] = {
     ast.In: "in", ast.NotIn: "not-in",
 }  # fmt: skip
 
-_DIALECTS = {"&&": "and", "||": "or"}
+_DIALECTS = {"&&": "and", "||": "or", "=": "=="}
 
 
 def _dialect(text: str) -> str:
     """Return a hint for conditions written in another language's syntax."""
-    return "".join(f"; write `{word}` for {sign}" for sign, word in _DIALECTS.items() if sign in text)
+    found = [sign for sign in _DIALECTS if re.search(rf"(?<![=!<>]){re.escape(sign)}(?!=)", text)]
+    return "".join(f"; write `{_DIALECTS[sign]}` for {sign}" for sign in found)
 
 
 class _Reader:

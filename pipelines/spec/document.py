@@ -23,9 +23,11 @@ or stores a pipeline, its value is written as `${NAME}` again, and it is exclude
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -282,6 +284,29 @@ class _Reader:
             return ""
         top = self.stack[-1]
         return _join(top.path, str(len(top.value)) if isinstance(top.value, list) else top.key or "")
+
+
+def read_file(path: str | Path) -> Document:
+    """Return the YAML document at `path`, with this process's environment; PipelineError when it cannot be read."""
+    name, path = str(path), Path(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(TEXT_BYTES_MAX + 1)
+    except OSError as error:
+        found = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        raise PipelineError([Problem("", found, fix="give the path of a YAML file", file=name)]) from None
+    if path.suffix == ".py":
+        fix = "write the YAML of a pipeline built in Python to a file: Path('pipeline.yaml').write_text(p.to_yaml())"
+        raise PipelineError([Problem("", "is a Python file", "a YAML file", fix, file=name)])
+    if len(raw) > TEXT_BYTES_MAX:
+        raise PipelineError([Problem("", f"more than {TEXT_BYTES_MAX} bytes", "a smaller file", file=name)])
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise PipelineError([Problem("", found, fix="save the file as UTF-8", line=line, file=name)]) from None
+    return read_document(text, name, os.environ)
 
 
 def read_document(text: str, file: str, environment: Mapping[str, str] | None = None) -> Document:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.check.checker import check
 from weftline.pipelines.spec import condition
 from weftline.pipelines.spec.constants import type_of
-from weftline.pipelines.spec.document import TEXT_BYTES_MAX, Document, hide_secrets, read_document
+from weftline.pipelines.spec.document import Document, hide_secrets, read_document, read_file
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
 from weftline.pipelines.spec.schema import ConstantEntry, PipelineFile, StepEntry, validate
@@ -34,22 +33,7 @@ def load_file(path: str | Path, catalog: Mapping[str, str] = CATALOG) -> Pipelin
 
     Relative paths inside it are relative to its folder.
     """
-    name, path = str(path), Path(path)
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(TEXT_BYTES_MAX + 1)
-    except OSError as error:
-        found = "there is no such file" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
-        raise PipelineError([Problem("", found, fix="give the path of a pipeline's YAML file", file=name)]) from None
-    if len(raw) > TEXT_BYTES_MAX:
-        raise PipelineError([Problem("", f"more than {TEXT_BYTES_MAX} bytes", "a smaller file", file=name)])
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-        raise PipelineError([Problem("", found, fix="save the file as UTF-8", line=line, file=name)]) from None
-    return load_yaml(text, name, path.parent, catalog, os.environ)
+    return to_pipeline(read_file(path), str(path), Path(path).parent, catalog)
 
 
 def load_yaml(

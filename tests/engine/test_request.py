@@ -11,7 +11,7 @@ import pytest
 
 import weftline
 from tests.engine.fire import builder
-from weftline.engine.request import DEADLINE_MS_MAX, RequestOptions, options_hint
+from weftline.engine.request import DEADLINE_MS_MAX, RequestOptions, checked_options, options_hint
 from weftline.engine.session import Session, Source
 from weftline.errors import InputError
 from weftline.nodes.urgency import SequencePart
@@ -100,3 +100,17 @@ def test_a_row_of_a_job_has_the_lowest_priority_unless_it_has_another() -> None:
 def test_the_hint_names_the_options_among_unknown_inputs() -> None:
     assert options_hint(["colour"]) == ""
     assert options_hint(["seed", "colour", "outputs"]).endswith("RequestOptions(outputs=..., seed=...)")
+
+
+@pytest.mark.parametrize("options", [{"photo": 1}, "text", 5])
+def test_inputs_in_the_place_of_options_are_refused_with_the_remedy(options: object) -> None:
+    with pytest.raises(
+        InputError, match=r"options: found .*, expected weftline\.RequestOptions\n    fix: pass inputs by"
+    ):
+        checked_options(options)
+
+
+@pytest.mark.parametrize("pipeline", [{"weftline": 1}, None, b"p.yaml"])
+def test_what_is_no_pipeline_is_refused(pipeline: Any) -> None:
+    with pytest.raises(InputError, match=r"pipeline: found .*, expected a file's path or a weftline\.Pipeline"):
+        weftline.load(pipeline)

@@ -23,9 +23,9 @@ from weftline.cli.options import Verbose
 from weftline.cli.progress import loading_shown
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.malloc import keep_freed_memory
-from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, read_file, to_text
+from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
-from weftline.pipelines.spec.document import without_secrets
+from weftline.pipelines.spec.document import read_file, without_secrets
 
 if TYPE_CHECKING:
     from weftline.engine.serving.config import ServeConfig

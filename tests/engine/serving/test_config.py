@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_read_has_its_own_error(tmp_path: Path) -> None:
     assert "there is no such file" in problems(tmp_path / "none.yaml")[0]
     assert "cannot be read" in problems(tmp_path)[0]
     (tmp_path / "latin.yaml").write_bytes(b"pipelines:\n  caf\xe9: a.yaml\n")
-    assert problems(tmp_path / "latin.yaml")[0].startswith("2 : not UTF-8")
+    assert problems(tmp_path / "latin.yaml")[0].startswith("2 : byte 0xe9 is not UTF-8")
 
 
 def test_aliases_and_duplicates_are_refused_with_their_lines(write: Writer) -> None:

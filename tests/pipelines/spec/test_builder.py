@@ -147,6 +147,16 @@ def test_problems_name_the_python_line() -> None:
     assert all(one.file.endswith("test_builder.py") for one in caught.value.problems)
 
 
+def test_a_function_is_named_in_text() -> None:
+    p = Builder("p")
+    words = p.input("words", "text")
+    p.step("a", "function", function=line_above, words=words)
+    with pytest.raises(PipelineError) as caught:
+        p.build()
+    [problem] = [one for one in caught.value.problems if one.path == "steps.a.function"]
+    assert problem.fix == f"name it in text: '{__name__}:line_above'"
+
+
 def test_a_step_where_a_wire_is_wanted_says_which_wire() -> None:
     p = Builder("p")
     a = p.step("a", "echo", value=p.input("q", "text"))

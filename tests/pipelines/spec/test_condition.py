@@ -55,7 +55,7 @@ def test_it_knows_what_it_reads_each_once() -> None:
         ("a == b and x.y()", 12, "nothing can be called"), ("  1 + x > 2", 3, "nothing can be computed"),
         ("my-step.text == 'x'", 1, "rename it"), ("x[1:2]", 3, "cannot stand here"), ("x[true]", 3, "a key is"),
         ("x == b'1'", 6, "cannot stand here"), ("'é' == f'{x}'", 8, "cannot stand here"), ("[x]", 2, "cannot stand"),
-        ("a && b", 4, "write `and` for &&"), ("a = 3", 3, "invalid syntax"), ("len", 1, "len is written len(x)"),
+        ("a && b", 4, "write `and` for &&"), ("a = 3", 3, "write `==` for ="), ("len", 1, "len is written len(x)"),
         ("len(*x)", 1, "nothing can be called"), ("lambda: x", 1, "cannot stand here"), ("'a'.upper", 1, "has none"),
         ("x if y else z", 1, "cannot stand here"), ("true.x", 1, "has none"), ("-true", 1, "nothing can be computed"),
         ("x == 1j", 6, "cannot stand here"), ("(x := 3)", 2, "cannot stand here"), ("len(x, y)", 1, "nothing can be"),
@@ -66,6 +66,12 @@ def test_what_a_condition_cannot_say_is_refused_with_its_place(text: str, where:
     with pytest.raises(ValueError, match=f"^at character {where}: ") as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+def test_signs_of_comparisons_get_no_hint() -> None:
+    with pytest.raises(ValueError, match="at character") as caught:
+        parse("a >= 3 b == c != d <= e")
+    assert "write `" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,13 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | No
     assert caught.value.problems[0].line == line
 
 
+def test_a_python_file_is_no_pipeline_file(tmp_path: Path) -> None:
+    (tmp_path / "build.py").write_text("import weftline\np = weftline.Pipeline('p')\n")
+    with pytest.raises(PipelineError, match="is a Python file") as caught:
+        load_file(tmp_path / "build.py")
+    assert "p.to_yaml()" in caught.value.problems[0].fix
+
+
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match="cannot be read"):
         load_file(tmp_path)
