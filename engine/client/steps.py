@@ -122,7 +122,7 @@ def error_of(refusal: Refusal, url: str) -> WeftlineError:
         error = errors.StepError(message[step.end() :], step[1])
     elif status == "UNAVAILABLE" and _UNREACHABLE.search(message):
         error = Unavailable(
-            f"cannot reach a server at {url}\n    fix: start one with `weftline serve`, or check the address and tls"
+            f"cannot reach a server at {url}\n    fix: start one with `weftline serve`; check its gRPC address and tls"
         )
     elif status == "UNIMPLEMENTED":
         error = WeftlineError(f"the server at {url} does not support this: {message}")

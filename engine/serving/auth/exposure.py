@@ -39,7 +39,7 @@ def _problems(config: ServeConfig, source: str) -> Iterator[Problem]:
             lacks.append("tokens: tokens.yaml (--tokens)")
         if lacks:
             found = f"{host!r:.80} can be reached from other machines, and {_lacking(config)}"
-            fix = f"add {' and '.join(lacks)}; or listen on 127.0.0.1; or say insecure: true (--insecure)"
+            fix = f"add {' and '.join(lacks)}; or listen on 127.0.0.1; or set insecure: true (--insecure)"
             yield Problem(key, found, "127.0.0.1, ::1 or localhost without them", fix, file=source)
 
 

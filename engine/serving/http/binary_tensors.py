@@ -64,6 +64,9 @@ def read_request(
     head = loads(whole[:length], what, limits.elements_max + BODY_VALUES)
     if not isinstance(head, dict):
         raise InputError("the body: expected a JSON object with inputs")
+    if "inputs" not in head and (other := [key for key in head if key not in ("id", "parameters", "outputs")]):
+        form = '{"inputs": [{"name": ..., "datatype": ..., "shape": ..., "data": ...}]}'
+        raise InputError(f"the body: found {other[0]!r:.80} and no inputs; expected {form}")
     behind = _Behind(whole[length:])
     inputs = tuple(_tensor(one, behind, limits) for one in _objects(head, "inputs", limits.tensors_max))
     behind.check_used_up()

@@ -48,7 +48,7 @@ def test_pushback_that_cannot_be_read_means_never(value: str | bytes) -> None:
 def test_a_server_that_is_not_there_is_named() -> None:
     error = error_of(Refusal("UNAVAILABLE", "failed to connect to all addresses; last error: ..."), "localhost:7")
     assert str(error) == (
-        "cannot reach a server at localhost:7\n    fix: start one with `weftline serve`, or check the address and tls"
+        "cannot reach a server at localhost:7\n    fix: start one with `weftline serve`; check its gRPC address and tls"
     )
 
 

@@ -58,6 +58,13 @@ def test_text_that_is_none_goes_out_as_bytes_only() -> None:
         response_body(response, BinaryOutputs())
 
 
+def test_a_body_of_another_form_is_refused_with_the_form_of_inputs() -> None:
+    with pytest.raises(InputError, match=r"found 'words' and no inputs; expected .*datatype"):
+        read_request(b'{"words": "hello"}', None, "m", "", LIMITS)
+    request, _ = read_request(b'{"id": "a"}', None, "m", "", LIMITS)  # of a model whose inputs are optional
+    assert request.inputs == ()
+
+
 def test_elements_and_tensors_are_counted() -> None:
     many = {"inputs": [{"name": "a", "datatype": "FP32", "shape": [101], "data": [[0] * 50, [0] * 51]}]}
     with pytest.raises(InputError, match="elements_max"):
