@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -384,10 +385,13 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
     if isinstance(source, Path):
         check_weights(source, model)
     context.progress("reading weights", 0.2)
+    local = isinstance(source, Path)  # else the bars show a download
     try:
-        found = getattr(transformers, auto_class).from_pretrained(
-            str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
-        )
+        with no_progress_bars() if local else nullcontext():
+            found = getattr(transformers, auto_class).from_pretrained(
+                str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
+                output_loading_info=True,
+            )  # fmt: skip
     except Exception as error:
         reason = reason_without_path(error, source, model)
         raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
@@ -396,6 +400,20 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
     if missing:  # transformers would initialise them randomly and only warn
         raise ModelError(f"{model}: its weights lack {', '.join(missing[:3])} ({len(missing)} tensors in all)")
     return network.to(context.framework_device).eval()
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Hide transformers' own bars while a model loads: the step reports its progress."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def check_weights(folder: Path, shown: str) -> None:

@@ -32,7 +32,7 @@ from weftline.engine.llm.quantised import Quantiser, check_form, plan_weights
 from weftline.engine.llm.vision.families import FAMILIES, check_family
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.hugging_face import check_weights, hub_fix, reason_without_path
+from weftline.nodes.hugging_face import check_weights, hub_fix, no_progress_bars, reason_without_path
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -232,7 +232,7 @@ def load_model(
     dtype = getattr(torch, plan.dtype) if plan.dtype else _dtype(options, config)
     layers = None
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             found = None
             reader = _Reader(source, config, dtype, getattr(transformers, kind), plan.packed)
             if plan.form is not None and not whole and plan.by_layer:
@@ -275,7 +275,7 @@ def _load_gguf(
             config = read_gguf_config(folder, header)
             check_kind(config, shown)
             dtype = getattr(torch, dtype_name) if dtype_name else _dtype(options, config)
-            with _no_progress_bars():
+            with no_progress_bars():
                 model, info = load_gguf(folder, config, dtype, attention.NAME)
         except Exception as error:
             if isinstance(error, ModelError):
@@ -313,7 +313,7 @@ class _Reader:
 
     def read(self, state: dict[str, Any]) -> tuple[Any, Any]:
         """Return the model with the weights in `state`, and transformers' report."""
-        with _no_progress_bars():
+        with no_progress_bars():
             model, info = self._class.from_pretrained(
                 None,
                 config=self._config,
@@ -394,20 +394,6 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
         opened: Any = safe_open(folder / file, framework="pt")  # a view of the file, which ends with its last tensor
         tensors.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118  it is no mapping
     return tensors
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers' own bars off standard error while a model loads: `progress` tells how far it is."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _check_folder(source: str | Path, shown: str) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 STDOUT, STDERR = 1, 2
+DEPRECATIONS = "torch.utils._pytree"
+"""Logger of torch that warns whenever torchao is imported, which transformers does with most models."""
 
 
 class StepPipes:
@@ -84,3 +86,4 @@ def log_to_stderr(level: int = logging.WARNING) -> None:
     handler.setLevel(level)
     logging.lastResort = handler
     logging.getLogger().setLevel(level)
+    logging.getLogger(DEPRECATIONS).setLevel(logging.ERROR)

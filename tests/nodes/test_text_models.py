@@ -32,7 +32,7 @@ from weftline.nodes.classify import Classify, ClassifyConfig, open_classifier
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
 from weftline.nodes.guardrail import Guardrail, GuardrailConfig
-from weftline.nodes.hugging_face import find_folder, load_tokenizer
+from weftline.nodes.hugging_face import find_folder, load_network, load_tokenizer
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.render.text import explain_text
@@ -684,6 +684,11 @@ def test_a_name_that_is_nowhere_says_what_could_be_named(tmp_path: Path, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match="fix: name the model's folder"):
         classify(tmp_path, "no-such-model-anywhere")
+
+
+def test_a_folder_is_loaded_without_the_bars_of_transformers(folder, capfd):
+    load_network("BertModel", "near", OpenContext(folder))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_user_without_a_home_folder_has_no_cached_hub_model(tmp_path, monkeypatch):
