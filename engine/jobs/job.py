@@ -32,6 +32,7 @@ from weftline.engine.jobs.output.values import MediaEncoder, to_record_batch
 from weftline.engine.jobs.prepare import PreparedJob, prepare
 from weftline.engine.jobs.progress import JobResult, Progress, Tally
 from weftline.engine.jobs.recorder import JobRecorder
+from weftline.engine.jobs.report.text import counted
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.sources.formats import shown_url
@@ -206,7 +207,7 @@ class _Run:
         limit = f"{most.rows} error rows" if most.rows is not None else f"{100 * (most.share or 0):g} % of error rows"
         found = f"{recorder.errors} of {recorder.rows} rows failed; the limit is {limit}"
         worst = recorder.kinds.kinds()
-        first = f"\n    most frequent: {worst[0].reason} ({worst[0].count} rows)" if worst else ""
+        first = f"\n    most frequent: {worst[0].reason} ({counted(worst[0].count, 'row')})" if worst else ""
         error = TooManyErrors(f"{found}{first}\n    fix: correct the rows or the pipeline, or raise --errors-max")
         error.end = self._ended("too many rows failed")
         return error

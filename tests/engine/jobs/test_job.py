@@ -291,6 +291,8 @@ def test_too_many_errors_stop_the_job_and_it_can_go_on(folder: Path) -> None:
     assert caught.value.end is not None and caught.value.end.errors == 4 and not caught.value.end.finished
     end = run_job(spec_of(folder, folder / "rows.jsonl", errors_max=ErrorsMax(share=0.5)), plain())
     assert (end.finished, end.errors, end.resumed) == (True, 7, 20)
+    with pytest.raises(TooManyErrors, match=r"the text says so \(1 row\)"):
+        run_job(spec_of(folder, folder / "rows.jsonl", "none", errors_max=ErrorsMax(rows=0)), plain())
 
 
 def test_a_share_of_errors_is_looked_at_when_there_are_enough_rows(folder: Path) -> None:
