@@ -326,17 +326,20 @@ def read_document(text: str, file: str, environment: Mapping[str, str] | None = 
     try:
         reader.read(iter(yaml.parse(text.removeprefix("\ufeff"), Loader=_PARSER)))
     except yaml.MarkedYAMLError as error:
-        raise PipelineError([*reader.problems, _syntax(error, file)]) from None
+        raise PipelineError([*reader.problems, _syntax(error, file, text)]) from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise PipelineError([*reader.problems, Problem("", f"not YAML: {first_line(error):.120}", file=file)]) from None
     secrets = reader.variables.secrets if reader.variables is not None else {}
     return Document(reader.root, reader.lines, tuple(reader.problems), frozenset(reader.unread), secrets)
 
 
-def _syntax(error: yaml.MarkedYAMLError, file: str) -> Problem:
+def _syntax(error: yaml.MarkedYAMLError, file: str, text: str) -> Problem:
     mark = error.problem_mark or error.context_mark
     found = " ".join(part for part in (error.context, error.problem) if part) or "not YAML"
-    fix = "indent with spaces" if "\\t" in found else "check indentation, colons and quotes here and on the line above"
+    lines = text.splitlines()
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    tab = "\t" in line[: len(line) - len(line.lstrip())]
+    fix = "indent with spaces" if tab else "check indentation, colons and quotes here and on the line above"
     return Problem("", f"not YAML: {found}", fix=fix, line=mark.line + 1 if mark else 0, file=file)
 
 

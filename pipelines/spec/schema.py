@@ -411,6 +411,8 @@ def _described(problem: Problem, document: Mapping[str, Any]) -> Problem:
         NAME_PATTERN: "letters, digits, _ and -, not starting with a digit",
         WIRE_PATTERN: "step.port, or an input's name",
     }
+    if problem.path.split(".")[2:3] == ["map"]:
+        words[NAME_PATTERN] = "the name of an input of the step, which is wired to the list under `inputs`"
     expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
     if "cuda" in expected and "pattern" in expected:
         expected = f"{'auto, ' if 'auto' in expected else ''}cpu, cuda, or cuda:0 and so on"

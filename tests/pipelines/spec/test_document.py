@@ -264,6 +264,13 @@ def test_every_path_has_its_line() -> None:
     assert lines == {"a": 1, "a.b": 2, "a.b.0": 3, "a.b.1": 4, "a.b.1.c": 4, "a.d": 5, "a.d.e": 5}
 
 
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "outputs:\n  b: two.txt\n\tc: d\n"])
+def test_a_tab_is_refused_with_the_remedy(text: str) -> None:
+    with pytest.raises(PipelineError) as caught:
+        read_document(text, "p.yaml")
+    assert caught.value.problems[0].fix == "indent with spaces"
+
+
 def test_a_syntax_error_names_its_line() -> None:
     with pytest.raises(PipelineError) as caught:
         read_document("a: 1\nb: [1, 2\nc: 3\n", "x.yaml")

@@ -138,6 +138,14 @@ def test_all_problems_come_at_once_each_with_its_line() -> None:
     assert "imge" in found["inputs.q.type"].found
 
 
+@pytest.mark.parametrize("map", ["crop.boxes", "[image, crop.boxes]"])
+def test_a_wire_in_map_is_refused_with_what_map_names(map: str) -> None:
+    step = f"{{node: yolo, model: m, inputs: {{image: photo}}, map: {map}}}"
+    found = refused(f"{HEAD}steps:\n  see: {step}\noutputs: {{a: see.detections}}\n")
+    (problem,) = [one for path, one in found.items() if path.startswith("steps.see.map")]
+    assert problem.expected.startswith("the name of an input of the step")
+
+
 def test_the_message_is_written_like_the_style_page_says() -> None:
     text = "inputs: {q: text}\noutputs: {y: a.value}\n"
     text += "steps: {a: {node: echo, inputs: {value: q}, batch: {item_max: 3}}}\n"
