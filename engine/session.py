@@ -33,6 +33,7 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions
 from weftline.errors import InputError, WeftlineError
+from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import Replan
@@ -154,8 +155,10 @@ class Session:
     def open(self, timeout_s: float | None = None) -> None:
         """Start the workers and wait until every model is loaded; a session opens once.
 
-        PipelineError: too little GPU memory is left. ModelError: a model cannot be loaded.
+        PipelineError: too little GPU memory is left. ModelError: a model cannot be loaded. InputError: a step's file
+        opens it while it is imported.
         """
+        check_not_imported()
         self._versions.open(timeout_s)
 
     def close(self, drain_s: float = 0.0) -> None:

@@ -13,17 +13,21 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from weftline.errors import ModelError
+from weftline.errors import InputError, ModelError
 from weftline.nodes.contract import ConfigError
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 SOURCE_BYTES_MAX = 2 << 20
 """Largest source file that is read for its annotations, in bytes."""
+_IMPORTED: ContextVar[str] = ContextVar("weftline_imported", default="")
+"""Name of the file that is being imported for a step; '' for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,12 +230,29 @@ def load(reference: str, base_dir: Path, option: str) -> Any:
     if folder not in sys.path:
         sys.path.append(folder)
     try:
-        module = importlib.import_module(source.module) if source.module else _load_file(source.path.resolve())
+        with _importing(source.path.name):
+            module = importlib.import_module(source.module) if source.module else _load_file(source.path.resolve())
         return getattr(module, source.name)
     except AttributeError:
         raise ModelError(f"{option}: {source.path.name} defines no {source.name}") from None
     except Exception as error:
         raise ModelError(f"{option}: importing {reference} failed: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _importing(file: str) -> Iterator[None]:
+    token = _IMPORTED.set(file)
+    try:
+        yield
+    finally:
+        _IMPORTED.reset(token)
+
+
+def check_not_imported() -> None:
+    """Raise InputError where a step's file opens a pipeline while it is imported: workers would start workers."""
+    if file := _IMPORTED.get():
+        fix = 'put what opens it below `if __name__ == "__main__":`, or in another file than the steps'
+        raise InputError(f"{file} opens a pipeline while a step imports it\n    fix: {fix}")
 
 
 def _load_file(path: Path) -> Any:

@@ -24,6 +24,7 @@ from weftline.errors import (
     DeadlineExceeded,
     InputError,
     LimitReached,
+    ModelError,
     RequestCancelled,
     SessionClosed,
     StepError,
@@ -672,6 +673,25 @@ def wrong(scores: "float32[N]", scale: float) -> dict[str, float]:
 def detector(tmp_path: Path) -> Builder:
     (tmp_path / "steps.py").write_text(DETECTOR)
     return Builder("sample", base_dir=tmp_path)
+
+
+def test_a_steps_file_that_opens_a_pipeline_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import weftline\n"
+        "def same(note: str) -> str:\n    return note\n"
+        "p = weftline.Pipeline('p')\n"
+        "step = p.step('same', 'function', function='script.py:same', note=p.input('note', 'text'))\n"
+        "p.output('note', step.output)\n"
+        "if __name__ != '__main__':\n    weftline.load(p).open()\n"
+    )
+    (tmp_path / "p.yaml").write_text(
+        "weftline: 1\nname: p\ninputs: {note: text}\noutputs: {note: same.output}\n"
+        "steps: {same: {node: function, function: 'script.py:same', inputs: {note: note}}}\n"
+    )
+    with pytest.raises(
+        ModelError, match=r"script\.py opens a pipeline while a step imports it\n    fix: put what opens"
+    ):
+        load(tmp_path / "p.yaml").open()
 
 
 @pytest.mark.slow
