@@ -232,13 +232,15 @@ def _fetch(name: str, context: OpenContext) -> Path:
 
     if name not in whisper._MODELS:
         raise ModelError(f"there is no file {name}, and it is no name that openai-whisper knows: {', '.join(KNOWN)}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whisper"  # where openai-whisper looks
     context.progress(f"fetching {name}", 0.0)
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(CONNECT_MAX_S)
     try:
+        cache = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whisper"
+        )  # where openai-whisper looks
         return Path(str(whisper._download(whisper._MODELS[name], str(cache), False)))
-    except Exception as error:  # urllib, ssl, sockets and openai-whisper itself each have their own
+    except Exception as error:  # urllib, ssl, sockets, openai-whisper, a missing home folder
         fix = f"put {name}.pt where the pipeline can name it, model: path/to/{name}.pt"
         reason = getattr(error, "reason", None) or error
         raise ModelError(

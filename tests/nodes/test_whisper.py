@@ -189,6 +189,16 @@ def test_a_published_name_without_network_or_cache_is_a_model_error(
         Whisper(WhisperConfig("tiny.en")).open(OpenContext(tmp_path))
 
 
+def test_a_user_without_a_home_folder_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ModelError, match=r"tiny\.en .* cannot be fetched: Could not determine home directory"):
+        Whisper(WhisperConfig("tiny.en")).open(OpenContext(tmp_path))
+
+
 def test_a_cached_checkpoint_of_the_wrong_hash_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: object, **options: object) -> None:
         raise OSError("network is unreachable")
