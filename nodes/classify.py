@@ -34,6 +34,7 @@ from weftline.nodes.hugging_face import (
     check_folder,
     check_kind,
     find_config,
+    hub_notes,
     load_network,
     load_tokenizer,
     load_tokens,
@@ -303,6 +304,10 @@ class Classify(BatchNode):
                 port("scores", "json", about="probability of each label"),
             ),
         )
+
+    @classmethod
+    def plan_notes(cls, config: ClassifyConfig, step: StepContext) -> Sequence[str]:
+        return hub_notes(config.model, step.base_dir)
 
     def open(self, context: OpenContext) -> None:
         self._classifier = open_classifier(self.config.model, context, self.config.precision)

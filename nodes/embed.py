@@ -30,6 +30,7 @@ from weftline.nodes.hugging_face import (
     check_kind,
     fetch_folder,
     find_folder,
+    hub_notes,
     kind_of,
     load_network,
     load_tokens,
@@ -120,7 +121,7 @@ class Embed(BatchNode):
     def plan_notes(cls, config: EmbedConfig, step: StepContext) -> Sequence[str]:
         folder = find_folder(config.model, step.base_dir)
         written = None if folder is None else read_head(folder, config.model, config.prompt)
-        return () if written is None else tuple(_plan_lines(config, written))
+        return hub_notes(config.model, step.base_dir) if written is None else tuple(_plan_lines(config, written))
 
     @classmethod
     def device_ports(cls, config: EmbedConfig, ports: Ports) -> frozenset[str]:

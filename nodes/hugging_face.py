@@ -260,6 +260,14 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
     return found[-1].parent if found else None
 
 
+def hub_notes(model: str, base_dir: Path) -> tuple[str, ...]:
+    """Return a line for `weftline plan` about a hub model that is not on this machine."""
+    if find_model(model, base_dir) is not None or find_folder(model, base_dir) is not None:
+        return ()
+    pinned = f"hf://{model}@REVISION and `weftline fetch` fetch and pin it before"
+    return (f"{model} is not on this machine: it is downloaded from the hub when the step opens; {pinned}",)
+
+
 def _fix_of_file(path: Path, model: str) -> str:
     if path.suffix == ".gguf":
         return "GGUF files run in node llm alone; name the folder of the model's safetensors version"

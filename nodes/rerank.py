@@ -29,6 +29,7 @@ from weftline.nodes.hugging_face import (
     check_kind,
     fetch_folder,
     find_folder,
+    hub_notes,
     load_network,
     load_tokens,
     pad_rows,
@@ -104,7 +105,7 @@ class Rerank(BatchNode):
     def plan_notes(cls, config: RerankConfig, step: StepContext) -> Sequence[str]:
         folder = find_folder(config.model, step.base_dir)
         if folder is None:
-            return ()
+            return hub_notes(config.model, step.base_dir)
         head = _checked_head(config, folder)
         limit = f", at most {head.tokens_max} tokens" if head.tokens_max else ""
         return (f"settings of {config.model}: activation {head.activation}{limit}",)

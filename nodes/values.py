@@ -26,7 +26,8 @@ def mismatch(type: PortType, value: Any) -> str:
     if type.kind == "json":
         return _json_mismatch(value)
     right = _is_tensor(type, value) if type.kind == "tensor" else _CHECKS[type.kind](value)
-    return "" if right else f"wants {_MEANS.get(type.kind, type)}, got {describe(value)}"
+    means = f"{type} (a numpy array)" if type.kind == "tensor" and array_dtype(value) is None else type
+    return "" if right else f"wants {_MEANS.get(type.kind, means)}, got {describe(value)}"
 
 
 def _list_mismatch(type: PortType, value: Any) -> str:

@@ -43,6 +43,7 @@ from weftline.node import (
     Urgency,
     port,
 )
+from weftline.nodes.hugging_face import hub_notes
 from weftline.shm.device.names import torch_device
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Llm(StreamNode):
             tools, reasons = read_notation(config, template_of(config.model, step.base_dir))
             found += [f"tool calls are read in the notation {tools} (tool_format)"] * bool(tools)
             found += [f"text up to {END_THINK} is the output reasoning (reasoning)"] * reasons
-        return [*found, *image_notes(config, step.base_dir)]
+        return [*found, *image_notes(config, step.base_dir), *hub_notes(config.model, step.base_dir)]
 
     def open(self, context: OpenContext) -> None:
         self._progress = context.progress

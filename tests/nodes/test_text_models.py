@@ -224,10 +224,13 @@ def test_ports_are_read_without_transformers_or_torch(folder: Path) -> None:
 def test_a_hub_model_that_is_not_here_has_a_named_width(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(folder / "hub"))
     assert str(Embed.ports(EmbedConfig("someone/model"), StepContext(folder)).outputs[0].type) == "float32[D]"
+    (note,) = Embed.plan_notes(EmbedConfig("someone/model"), StepContext(folder))
+    assert "someone/model is not on this machine" in note and "hf://someone/model@REVISION" in note
     snapshot = folder / "hub" / "models--someone--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text('{"hidden_size": 24}')
     assert str(Embed.ports(EmbedConfig("someone/model"), StepContext(folder)).outputs[0].type) == "float32[24]"
+    assert not Embed.plan_notes(EmbedConfig("someone/model"), StepContext(folder))
 
 
 @pytest.mark.parametrize(

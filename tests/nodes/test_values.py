@@ -29,6 +29,7 @@ def test_a_list_of_right_elements_is_right(type: str, value: object) -> None:
         ("list[text]", None, "wants list[text] (a list), got nothing"),
         ("list[text]", ["a", 7], "is a list whose element 1 wants text (a str), got a value of type int"),
         ("list[float32[2]]", [np.zeros(3, np.float32)], "is a list whose element 0 wants float32[2], got float32[3]"),
+        ("float32[2]", [1.0, 2.0], "wants float32[2] (a numpy array), got a list of length 2"),
         ("list[list[json]]", [[1], 2], "is a list whose element 1 wants list[json] (a list), got a value of type int"),
     ],
 )

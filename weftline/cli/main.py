@@ -38,7 +38,7 @@ COMMANDS = {
 }
 """Function and one-line help of each command, in the order of `--help`."""
 
-EXTRA_ARGUMENTS = {"batch"}
+EXTRA_ARGUMENTS = {"batch", "run"}
 """Commands that report unknown arguments themselves."""
 
 

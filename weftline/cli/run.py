@@ -26,6 +26,7 @@ from weftline.pipelines.placement.plan import Plan
 
 
 def run(
+    context: typer.Context,
     file: PipelineFile,
     inputs: Annotated[
         list[str] | None,
@@ -71,6 +72,9 @@ def run(
       cat photo.png | weftline run detect.yaml -i photo=@- --save out
       weftline run classify.yaml -i text="call me" --debug verdict
     """
+    if context.args:
+        words = " ".join(context.args[:3]) + (" ..." if len(context.args) > 3 else "")
+        raise typer.BadParameter(f"{words}: one pipeline FILE is expected; pass inputs with -i: -i NAME=VALUE")
     if as_json and stream:
         raise typer.BadParameter("--json and --stream exclude each other: --json prints one object at the end")
     wanted = tuple(outputs or ()) or None

@@ -80,6 +80,11 @@ outputs: {said: say.text}
 """
 
 
+def test_an_input_without_its_option_is_refused_with_the_remedy(weft, write) -> None:
+    ended = weft("run", write(CHAIN), "x=hello")
+    assert ended.code == 2 and "x=hello: one pipeline FILE is expected; pass inputs with -i" in ended.err
+
+
 def test_outputs_come_under_their_names_with_a_table_of_steps(weft, write) -> None:
     ended = weft("run", write(CHAIN), "--input", "x=hello", "--input", 'n={"a": [1, 2.5]}')
     assert ended.code == 0
