@@ -206,7 +206,7 @@ class Llm(StreamNode):
         request = _Request(item, inputs, urgency, _now_ms())
         if self._decoding is not None and self._images is not None and shows_pictures(inputs):
             due_ms = urgency_ms(request.now_ms, request.deadline_ms, urgency.priority)
-            self._decoding.add(item, request, partial(self._images.take, inputs), due_ms)
+            self._decoding.add(item, request, partial(_take_pictures, self._images, request), due_ms)
         else:
             self._prepare(request)
 
@@ -225,7 +225,7 @@ class Llm(StreamNode):
             options = LlmRequestOptions(
                 urgency.priority,
                 request.deadline_ms,
-                _salt(urgency.caller, _name(inputs, "tenant")),
+                _salt(request),
                 _name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
@@ -252,10 +252,16 @@ class Llm(StreamNode):
             self._refuse(request.item, failure)
 
     def _held_image_bytes(self) -> int:
-        """Return the bytes of the pixels of all requests, those that wait for KV memory among them."""
-        vision = self._opened()[0].runner.vision
-        waiting = sum(image.pixels.nbytes for one in self._long for image in one.prepared.images)
-        return waiting + (vision.held_bytes() if vision is not None else 0)
+        """Return the bytes of pictures that are not encoded yet, those of requests that wait for KV memory among them.
+
+        Called in the thread that decodes pictures.
+        """
+        engine = self._engine
+        if engine is None or engine.runner.vision is None:
+            return 0
+        waiting = [image.pixels for one in self._long for image in one.prepared.images]
+        encoding: int = engine.runner.vision.held_bytes
+        return encoding + sum(pixels.nbytes for pixels in waiting if pixels is not None)
 
     def _add(self, asked: _Submitted) -> None:
         """Add an item to the engine; one that is refused gets a piece with the error."""
@@ -474,6 +480,11 @@ def _now_ms() -> float:
     return time.monotonic() * 1e3
 
 
-def _salt(caller: str, tenant: str) -> bytes:
-    """Return the cache salt of a caller and tenant; b'' for neither."""
+def _salt(request: _Request) -> bytes:
+    """Return the cache salt of a request's caller and tenant; b'' for neither."""
+    caller, tenant = request.urgency.caller, _name(request.inputs, "tenant")
     return f"{len(caller)}:{caller}:{tenant}".encode() if caller or tenant else b""
+
+
+def _take_pictures(images: ImageReader, request: _Request, cancelled: Callable[[], bool]) -> Taken:
+    return images.take(request.inputs, _salt(request), cancelled)

@@ -148,6 +148,7 @@ def to_sequences(
     limit = len(known) if options.pool else min(len(known) + params.tokens_max, context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed
     rotary = RotaryPositions(options.images) if any(image.grid for image in options.images) else None
+    images = tuple(image.without_pixels() for image in options.images)  # a sequence lives longer than they are needed
     banned = tuple(spelled for word in params.bad_words for spelled in spell(word))
     made = [
         Sequence(
@@ -168,7 +169,7 @@ def to_sequences(
             retention=options.retention,
             own_salt=options.salt,
             shared=options.shared,
-            images=options.images,
+            images=images,
             rotary=rotary,
         )
         for index in range(params.n)

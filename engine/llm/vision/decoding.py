@@ -1,16 +1,19 @@
 """Decoding of pictures beside the rounds: a large picture takes as long as many rounds.
 
-One thread decodes and hashes the pictures of requests, the most urgent first. What needs the tokenizer is left to the
-thread of the rounds. The decoding thread is at most AHEAD_MAX requests ahead of it, which bounds the memory of pixels.
+One thread decodes, hashes and processes the pictures of requests, the most urgent first. What needs the tokenizer is
+left to the thread of the rounds. The decoding thread is at most AHEAD_MAX requests ahead of it, which bounds the memory
+of pixels. It has a lower priority: on busy cores, requests that run already are computed first.
 """
 
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import count
-from threading import Lock, Semaphore
+from threading import Event, Lock, Semaphore
 from typing import Generic, TypeVar
 
 from weftline.errors import StepError, WeftlineError
@@ -19,6 +22,8 @@ Request = TypeVar("Request")
 Result = TypeVar("Result")
 AHEAD_MAX = 4
 """Most requests that are decoded, or being decoded, and not returned yet."""
+NICE = 10
+"""Nice value of the thread and of the threads that its computations start; on Linux nice(2) is per thread."""
 WAIT_MAX_S = 0.01
 """Longest wait for a picture where there is no round to compute, in seconds."""
 
@@ -27,8 +32,8 @@ class DecodingThread(Generic[Request, Result]):
     """Requests whose pictures are decoded now or later, by item."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self._waiting: dict[int, tuple[Request, Future[Result]]] = {}
+        self._pool = ThreadPoolExecutor(1, "pictures", os.nice, (NICE,))
+        self._waiting: dict[int, tuple[Request, Future[Result], Event]] = {}
         self._ahead = Semaphore(AHEAD_MAX)
         self._lock = Lock()
         self._queue: list[tuple[float, int, Future[Result], Callable[[], Result]]] = []
@@ -37,12 +42,20 @@ class DecodingThread(Generic[Request, Result]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: int, request: Request, decode: Callable[[], Result], due_ms: float = 0.0) -> None:
-        """Queue a request; `decode` runs in the thread. due_ms: urgency, lower first."""
+    def add(
+        self, item: int, request: Request, decode: Callable[[Callable[[], bool]], Result], due_ms: float = 0.0
+    ) -> None:
+        """Queue a request.
+
+        decode: runs in the thread; its argument returns whether the request was cancelled meanwhile.
+        due_ms: urgency, lower first.
+        """
         future: Future[Result] = Future()
-        self._waiting[item] = (request, future)
+        cancelled = Event()
+        self._waiting[item] = (request, future, cancelled)
+        run: Callable[[], Result] = partial(decode, cancelled.is_set)
         with self._lock:
-            heapq.heappush(self._queue, (due_ms, next(self._order), future, decode))
+            heapq.heappush(self._queue, (due_ms, next(self._order), future, run))
         self._pool.submit(self._decode_next)
 
     def _decode_next(self) -> None:
@@ -66,20 +79,22 @@ class DecodingThread(Generic[Request, Result]):
         found = self._waiting.pop(item, None)
         if found is None:
             return False
-        if not found[1].cancel():
-            found[1].add_done_callback(lambda _: self._ahead.release())
+        _, future, cancelled = found
+        cancelled.set()
+        if not future.cancel():
+            future.add_done_callback(lambda _: self._ahead.release())
         return True
 
     def finished(self, idle: bool) -> list[tuple[Request, Result | WeftlineError]]:
         """Return requests whose pictures are decoded, or failed. idle: wait for one, but not for long."""
         if idle and self._waiting:
-            wait([future for _, future in self._waiting.values()], WAIT_MAX_S, FIRST_COMPLETED)
-        done = [item for item, (_, future) in self._waiting.items() if future.done()]
+            wait([future for _, future, _ in self._waiting.values()], WAIT_MAX_S, FIRST_COMPLETED)
+        done = [item for item, (_, future, _) in self._waiting.items() if future.done()]
         if done:
             self._ahead.release(len(done))
         results: list[tuple[Request, Result | WeftlineError]] = []
         for item in done:
-            request, future = self._waiting.pop(item)
+            request, future, _ = self._waiting.pop(item)
             outcome = _result(future)
             results.append((request, outcome))
         return results
@@ -87,6 +102,8 @@ class DecodingThread(Generic[Request, Result]):
     def close(self) -> None:
         with self._lock:
             self._queue.clear()
+        for _, _, cancelled in self._waiting.values():
+            cancelled.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._ahead.release(len(self._waiting) + 1)  # the thread may wait for its turn
         self._waiting.clear()

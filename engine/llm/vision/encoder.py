@@ -1,14 +1,17 @@
 """Vision encoder of a model: features of pictures, and a round's inputs with them in place.
 
 Features are computed when a round first needs them, in one call for pictures of one shape: those of the round, and
-those of requests that wait. They stay in the host's memory (`FeatureCache`), those of a picture that is read in several
-rounds until its last one. A picture whose features were evicted, as may happen before a preempted prompt is computed
-again, is encoded again.
+those of requests that wait. The inputs of the call were computed beside the rounds, by
+`weftline.engine.llm.vision.reader`, and are dropped after it.
+
+Features stay in the host's memory while a request with their picture lives: a preempted prompt is computed again from
+them. They take a fraction of the memory of the same tokens' keys and values. Afterwards they go to the `FeatureCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.vision.families import Family
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
 from weftline.engine.llm.vision.layout import ImageLayout
-from weftline.engine.llm.vision.prompt import PromptImage, to_prompt_image
+from weftline.engine.llm.vision.prompt import Pixels, PromptImage, to_prompt_image
 from weftline.errors import LimitReached, ModelError
 from weftline.nodes.out_of_memory import is_out_of_memory
 
@@ -32,45 +35,96 @@ PROBE_PIXELS = 32
 """Side of the picture that is encoded when the model opens."""
 
 
+Inputs = Mapping[str, Tensor]
+"""Inputs of the vision encoder for one picture, by name, each with a leading axis to join them at."""
+
+
+@dataclass(slots=True, eq=False)
+class _LiveImage:
+    """A picture of live requests.
+
+    pixels:     what is encoded; None afterwards.
+    held_bytes: bytes of `pixels`.
+    features:   [features, width] on the host; None before it is encoded.
+    read:       a round has read its features.
+    users:      ids of the requests.
+    """
+
+    image: PromptImage
+    pixels: Pixels | None = None
+    held_bytes: int = 0
+    features: Tensor | None = None
+    read: bool = False
+    users: set[int] = field(default_factory=set)
+
+
 class ImageEncoder:
     """Computes features with the vision part of `model`.
 
-    processor: transformers' image processor.   cache: its entries are tensors on the host.
-    calls:     calls of the vision encoder so far.   encoded: pictures in them.
+    process: returns the encoder's inputs of a picture, uint8 [H, W, 3].
+    cache:   features of pictures that no live request has.
+    calls:   calls of the vision encoder so far.   encoded: pictures in them.
+    held_bytes: bytes of the inputs of pictures that are not encoded yet.
     """
 
-    def __init__(self, model: Any, family: Family, processor: Any, layout: ImageLayout, cache: FeatureCache) -> None:
+    def __init__(
+        self,
+        model: Any,
+        family: Family,
+        process: Callable[[np.ndarray], Inputs],
+        layout: ImageLayout,
+        cache: FeatureCache,
+    ) -> None:
         self.cache = cache
-        self.calls = self.encoded = 0
+        self.calls = self.encoded = self.held_bytes = 0
         self._model = model
         self._family = family
-        self._processor = processor
+        self._process = process
         self._layout = layout
         self._embedding = model.get_input_embeddings()
-        self._pending: dict[FeatureKey, tuple[int, PromptImage]] = {}  # of live requests, not encoded yet
-        self._held: dict[int, int] = {}  # bytes of the pixels of each live request
-        self._partial: dict[FeatureKey, tuple[int, Tensor]] = {}  # request and features of pictures read in part
+        self._live: dict[FeatureKey, _LiveImage] = {}
+        self._keys: dict[int, list[FeatureKey]] = {}  # by request
 
     def hold(self, id: int, salt: bytes, images: Sequence[PromptImage]) -> None:
-        """Announce the pictures of a request: they may be encoded together with those of others."""
-        self._held[id] = sum(image.pixels.nbytes for image in images)
-        for image in images:
-            self._pending.setdefault((salt, image.key), (id, image))
+        """Add the pictures of a request: they may be encoded together with those of others."""
+        self._keys[id] = [(salt, image.key) for image in images]
+        for key, image in zip(self._keys[id], images, strict=True):
+            live = self._live.get(key)
+            if live is None:
+                live = self._live[key] = self._to_live(key, image)
+            live.users.add(id)
+
+    def _to_live(self, key: FeatureKey, image: PromptImage) -> _LiveImage:
+        features = self.cache.take(key)
+        if features is not None or image.pixels is None:
+            return _LiveImage(image.without_pixels(), features=features)
+        self.held_bytes += image.pixels.nbytes
+        return _LiveImage(image.without_pixels(), image.pixels, image.pixels.nbytes)
 
     def release(self, id: int) -> None:
-        """Forget the pictures of a request that has ended."""
-        self._held.pop(id, None)
-        self._pending = {key: one for key, one in self._pending.items() if one[0] != id}
-        self._partial = {key: one for key, one in self._partial.items() if one[0] != id}
+        """Remove the pictures of a request that has ended; features that no other one has go to the cache."""
+        for key in self._keys.pop(id, ()):
+            live = self._live.get(key)
+            if live is None:  # it is twice in this request
+                continue
+            live.users.discard(id)
+            if live.users:
+                continue
+            del self._live[key]
+            self.held_bytes -= live.held_bytes
+            if live.features is not None:
+                self.cache.put(key, live.features)
 
-    def held_bytes(self) -> int:
-        """Return the bytes of the pixels of live requests."""
-        return sum(self._held.values())
+    def knows(self, key: FeatureKey) -> bool:
+        """Return whether a picture need not be processed: a live request has it, or its features are cached.
+
+        May be called in any thread; the answer may change until `hold`.
+        """
+        return key in self._live or key in self.cache
 
     def forget(self) -> None:
-        """Drop all features."""
+        """Drop all features; there are no requests."""
         self.cache.clear()
-        self._partial.clear()
 
     def shift(self, chunks: Sequence[ScheduledChunk], spans: Sequence[Span]) -> bool:
         """Set the shift of each chunk's span; return whether a chunk has features, so that it needs `inputs`."""
@@ -88,7 +142,7 @@ class ImageEncoder:
         device = self._embedding.weight.device
         ids = torch.tensor([tokens], device=device)
         positions = {"position_ids": self._positions(chunks, places, device)}
-        needed = {key: image for chunk in chunks for key, image in _images_in(chunk)}
+        needed = dict.fromkeys(key for chunk in chunks for key, _ in _images_in(chunk))
         if not needed:
             return {"input_ids": ids, **positions}
         features = self._features(needed)
@@ -100,10 +154,6 @@ class ImageEncoder:
                 for part, first in image.within(chunk.start, stop):
                     at = row + part.start - chunk.start
                     embedded[0, at : at + len(part)] = features[key][first : first + len(part)].to(device)
-                if image.stop > stop:  # its next chunk needs them, also where the cache is too small
-                    self._partial[key] = (chunk.sequence.id, features[key])
-                else:
-                    self._partial.pop(key, None)
             row += chunk.count
         return {"inputs_embeds": embedded, **positions}
 
@@ -120,7 +170,7 @@ class ImageEncoder:
     def check(self) -> None:
         """Encode a small picture; ModelError when the model's parts disagree about the number of its features."""
         try:
-            self._encode([self._black(PROBE_PIXELS, PROBE_PIXELS)])
+            self._encode(*self._black(PROBE_PIXELS, PROBE_PIXELS))
         except ModelError:
             raise
         except Exception as error:  # whatever the model's code or its processor raises
@@ -130,12 +180,14 @@ class ImageEncoder:
     @torch.inference_mode()
     def compute_largest(self, tokens_max: int) -> None:
         """Encode pictures of the largest size, as many as a call may have: their memory use can then be measured."""
-        one = self._black(*self._layout.largest(tokens_max))
-        self._encode([one] * max(1, min(IMAGES_PER_CALL_MAX, FEATURES_PER_CALL_MAX // one.features)))
+        (image,), (inputs,) = self._black(*self._layout.largest(tokens_max))
+        count = max(1, min(IMAGES_PER_CALL_MAX, FEATURES_PER_CALL_MAX // image.features))
+        self._encode([image] * count, [inputs] * count)
 
-    def _black(self, height: int, width: int) -> PromptImage:
+    def _black(self, height: int, width: int) -> tuple[list[PromptImage], list[Inputs]]:
         tokens = self._layout.tokens_of(height, width)
-        return to_prompt_image(range(len(tokens.tokens)), tokens, np.zeros((height, width, 3), np.uint8), b"")
+        pixels = Pixels(np.zeros((height, width, 3), np.uint8), self._process)
+        return [to_prompt_image(range(len(tokens.tokens)), tokens, pixels, b"")], [pixels.inputs()]
 
     def _positions(self, chunks: Sequence[ScheduledChunk], places: Sequence[int], device: Any) -> Tensor:
         """Return int64 [1, rows], or [3, 1, rows] where a sequence has pictures with rows and columns."""
@@ -148,65 +200,74 @@ class ImageEncoder:
             parts.append(np.tile(line, (3, 1)) if rotary is None else rotary.rows(chunk.start, chunk.count))
         return torch.from_numpy(np.concatenate(parts, axis=1)).to(device)[:, None]
 
-    def _features(self, needed: dict[FeatureKey, PromptImage]) -> dict[FeatureKey, Tensor]:
-        """Return the features of each picture, encoding those that are not cached."""
+    def _features(self, needed: Mapping[FeatureKey, None]) -> dict[FeatureKey, Tensor]:
+        """Return the features of each picture, encoding those that are not yet."""
         found: dict[FeatureKey, Tensor] = {}
-        missing: dict[FeatureKey, PromptImage] = {}
-        for key, image in needed.items():
-            features = self._partial[key][1] if key in self._partial else self.cache.get(key)
-            if features is None:
-                missing[key] = image
-            else:
-                found[key] = features
-        while missing:
-            group = self._group(missing)
-            for key, features in zip(group, self._encode_or_fewer(group, missing), strict=False):
-                self._pending.pop(key, None)
-                self.cache.put(key, features)
-                if key in needed:
-                    found[key] = features
-                    missing.pop(key)
+        for key in needed:
+            live = self._live[key]
+            if live.features is None:
+                self._encode_or_fewer(self._group(key, needed))
+            if live.features is None:
+                raise RuntimeError("a picture was not encoded")
+            live.read = True
+            found[key] = live.features
         return found
 
-    def _group(self, missing: dict[FeatureKey, PromptImage]) -> dict[FeatureKey, PromptImage]:
-        """Return pictures of one shape to encode in one call: missing ones first, then those of waiting requests."""
-        first = next(iter(missing.values()))
-        waiting = ((key, image) for key, (_, image) in self._pending.items() if key not in self.cache)
-        group: dict[FeatureKey, PromptImage] = {}
-        most = max(first.features, min(FEATURES_PER_CALL_MAX, self.cache.bytes_max // self._feature_bytes))
-        for key, image in (*missing.items(), *waiting):
-            if len(group) == IMAGES_PER_CALL_MAX or (len(group) + 1) * first.features > most:
+    def _group(self, first: FeatureKey, needed: Mapping[FeatureKey, None]) -> list[_LiveImage]:
+        """Return pictures of one shape to encode in one call: `first`, other needed ones, then those that wait.
+
+        Features that no round has read yet are limited like the cache.
+        """
+        ahead = self.cache.bytes_max - sum(
+            live.features.nbytes for live in self._live.values() if live.features is not None and not live.read
+        )
+        group = [self._live[first]]
+        features, shape = group[0].image.features, _shape(group[0].image)
+        missing = [key for key, live in self._live.items() if live.features is None and key != first]
+        for key in sorted(missing, key=lambda one: one not in needed):
+            if len(group) == IMAGES_PER_CALL_MAX or (len(group) + 1) * features > FEATURES_PER_CALL_MAX:
                 break
-            if _shape(image) == _shape(first):
-                group[key] = image
+            live = self._live[key]
+            if _shape(live.image) != shape:
+                continue
+            if key not in needed:
+                ahead -= features * self._feature_bytes
+                if ahead < 0:
+                    break
+            group.append(live)
         return group
 
     @property
     def _feature_bytes(self) -> int:
         return int(self._embedding.weight.shape[1]) * int(self._model.dtype.itemsize)
 
-    def _encode_or_fewer(
-        self, group: dict[FeatureKey, PromptImage], missing: dict[FeatureKey, PromptImage]
-    ) -> list[Tensor]:
-        """Encode a group; where that fails, its first picture alone, which is a missing one."""
-        images = list(group.values())
-        if len(images) > 1:
+    def _encode_or_fewer(self, group: list[_LiveImage]) -> None:
+        """Encode a group; where that fails, its first picture alone, which is needed."""
+        if len(group) > 1:
             try:
-                return self._encode(images)
+                self._encode_live(group)
+                return
             except Exception:
-                images = images[:1]
+                group = group[:1]
         # Outside the handler, where nothing references the tensors of the failed call.
         try:
-            return self._encode(images)
+            self._encode_live(group)
+            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         raise LimitReached("out of memory: there is none for a picture of this request, alone in a call")
 
-    def _encode(self, images: Sequence[PromptImage]) -> list[Tensor]:
+    def _encode_live(self, group: Sequence[_LiveImage]) -> None:
+        """Encode a group and drop its inputs. They are computed here only where features were evicted meanwhile."""
+        inputs = [live.pixels.inputs() for live in group if live.pixels is not None]
+        for live, features in zip(group, self._encode([live.image for live in group], inputs), strict=True):
+            self.held_bytes -= live.held_bytes
+            live.pixels, live.held_bytes, live.features = None, 0, features
+
+    def _encode(self, images: Sequence[PromptImage], inputs: Sequence[Inputs]) -> list[Tensor]:
         """Return the features of pictures of one shape, [features, width] each, on the host."""
-        processed = [self._process(image.pixels) for image in images]
-        given = {name: torch.cat([one[name] for one in processed]) for name in processed[0]}
+        given = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
         out = self._model.get_image_features(**{name: self._to_device(value) for name, value in given.items()})
         found = list(_pooled(out))
         self.calls += 1
@@ -216,12 +277,6 @@ class ImageEncoder:
                 sizes = f"{features.shape[0]} features, and the prompt {image.features} tokens for them"
                 raise ModelError(f"a picture has {sizes}: config.json and the image processor's settings disagree")
         return [features.to("cpu", copy=True) for features in found]  # views of the call's tensor would keep all of it
-
-    def _process(self, pixels: np.ndarray) -> dict[str, Tensor]:
-        """Return the model's inputs for one picture, each with a leading axis to join them at."""
-        found = self._processor(images=[torch.tensor(pixels)], input_data_format="channels_last", return_tensors="pt")
-        names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-        return {name: found[name] for name in names if name in found}
 
     def _to_device(self, value: Tensor) -> Tensor:
         device = self._embedding.weight.device

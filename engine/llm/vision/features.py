@@ -1,4 +1,7 @@
-"""Cache of image features by content, within a limit of bytes; least recently used ones are evicted first."""
+"""Cache of image features by content, within a limit of bytes; least recently used ones are evicted first.
+
+It has the features of pictures that no request uses now: those of live requests belong to the encoder.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ class FeatureCache:
     def __contains__(self, key: FeatureKey) -> bool:
         return key in self._entries
 
-    def get(self, key: FeatureKey) -> Any | None:
-        """Return the features of a picture, or None; counts the look-up."""
-        found = self._entries.get(key)
+    def take(self, key: FeatureKey) -> Any | None:
+        """Remove and return the features of a picture, or None; counts the look-up."""
+        found = self._entries.pop(key, None)
         if found is None:
             self.misses += 1
             return None
         self.hits += 1
-        self._entries.move_to_end(key)
+        self.bytes_used -= found.nbytes
         return found
 
     def put(self, key: FeatureKey, features: Any) -> None:
-        """Add features (a tensor), evicting others as needed."""
+        """Add features (a tensor) as the most recently used ones, evicting others as needed."""
         if features.nbytes > self.bytes_max or key in self._entries:
             return
         while self.bytes_used + features.nbytes > self.bytes_max:

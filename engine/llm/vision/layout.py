@@ -36,6 +36,9 @@ class ImageLayout(Protocol):
     def tokens_of(self, height: int, width: int) -> ImageTokens:
         """Return the tokens of a picture; InputError for a size that the model's processor does not support."""
 
+    def features_of(self, height: int, width: int) -> int:
+        """Return the number of features of a picture, without a tokenizer; InputError as above."""
+
     def largest(self, tokens_max: int) -> tuple[int, int]:
         """Return height and width of a picture with the most features of all below `tokens_max` tokens."""
 
@@ -48,8 +51,12 @@ class FixedLayout:
     count: int
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
+        count = self.features_of(height, width)
+        return ImageTokens((self.placeholder,) * count, (range(count),))
+
+    def features_of(self, height: int, width: int) -> int:
         _check_sides(height, width, CROPPED_ASPECT_MAX)
-        return ImageTokens((self.placeholder,) * self.count, (range(self.count),))
+        return self.count
 
     def largest(self, tokens_max: int) -> tuple[int, int]:
         return 64, 64
@@ -65,10 +72,12 @@ class GridLayout:
     pixels_max: int
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
-        _check_sides(height, width, ASPECT_MAX)
         rows, columns = self._grid(height, width)
         count = rows * columns
         return ImageTokens((self.placeholder,) * count, (range(count),), (rows, columns))
+
+    def features_of(self, height: int, width: int) -> int:
+        return math.prod(self._grid(height, width))
 
     def largest(self, tokens_max: int) -> tuple[int, int]:
         squares = max(1, math.isqrt(min(self.pixels_max // self.side**2, tokens_max)))
@@ -76,6 +85,7 @@ class GridLayout:
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Return rows and columns after resizing; the smart resize of Qwen2-VL's image processor."""
+        _check_sides(height, width, ASPECT_MAX)
         side = self.side
         rows, columns = round(height / side), round(width / side)
         pixels = rows * columns * side * side
@@ -111,6 +121,10 @@ class TileLayout:
             else:
                 runs.append(range(at, at + 1))
         return ImageTokens(tokens, tuple(runs))
+
+    def features_of(self, height: int, width: int) -> int:
+        _check_sides(height, width, ASPECT_MAX)
+        return (math.prod(self.split(height, width)) + 1) * self.count
 
     def largest(self, tokens_max: int) -> tuple[int, int]:
         side = self.side_max

@@ -12,8 +12,9 @@ A picture of several tiles has a run for each. Nothing here imports a framework.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,30 @@ class ImageTokens:
     grid: tuple[int, int] | None = None
 
 
+class Pixels:
+    """A picture for the vision encoder: its pixels, uint8 [H, W, 3], then what the image processor makes of them.
+
+    process: returns the encoder's inputs by name, as tensors.
+    """
+
+    def __init__(self, pixels: np.ndarray, process: Callable[[np.ndarray], Mapping[str, Any]]) -> None:
+        self._pixels: np.ndarray | None = pixels
+        self._process = process
+        self._inputs: Mapping[str, Any] = {}
+
+    def inputs(self) -> Mapping[str, Any]:
+        """Return the encoder's inputs; the first call computes them and drops the pixels."""
+        if self._pixels is not None:
+            self._inputs = self._process(self._pixels)
+            self._pixels = None
+        return self._inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of what is kept."""
+        return self._pixels.nbytes if self._pixels is not None else sum(one.nbytes for one in self._inputs.values())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
     """A picture of a prompt.
@@ -39,13 +64,13 @@ class PromptImage:
     runs:   ranges of prompt tokens that have its features, in order.
     grid:   rows and columns of its features, for positions in three dimensions; None without.
     key:    hash of its pixels and of the settings that process them.
-    pixels: uint8 [H, W, 3].
+    pixels: what is encoded; None once the encoder holds it.
     """
 
     runs: tuple[range, ...]
     grid: tuple[int, int] | None
     key: bytes
-    pixels: np.ndarray
+    pixels: Pixels | None = None
 
     @property
     def start(self) -> int:
@@ -61,6 +86,10 @@ class PromptImage:
     def features(self) -> int:
         """Return the number of its tokens with features."""
         return sum(map(len, self.runs))
+
+    def without_pixels(self) -> PromptImage:
+        """Return the same picture without what is encoded."""
+        return replace(self, pixels=None)
 
     def within(self, start: int, stop: int) -> Iterator[tuple[range, int]]:
         """Yield the prompt tokens from `start` to before `stop` that have features, and the number of the first one."""
@@ -97,7 +126,7 @@ def expand(ids: Sequence[int], placeholder: int, images: Sequence[ImageTokens]) 
     return tokens, spans
 
 
-def to_prompt_image(span: range, tokens: ImageTokens, pixels: np.ndarray, key: bytes) -> PromptImage:
+def to_prompt_image(span: range, tokens: ImageTokens, pixels: Pixels, key: bytes) -> PromptImage:
     """Return a picture at `span` of a prompt."""
     runs = tuple(range(span.start + run.start, span.start + run.stop) for run in tokens.runs)
     return PromptImage(runs, tokens.grid, key, pixels)

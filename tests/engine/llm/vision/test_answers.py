@@ -57,7 +57,8 @@ def finish(node: Llm) -> dict[int, list[int]]:
             answers.setdefault(update.id, []).extend(update.tokens)
     engine.check()
     assert engine.stats().pages_used == 0
-    assert not engine.runner.vision._pending
+    assert not engine.runner.vision._live
+    assert engine.runner.vision.held_bytes == 0
     return answers
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
 
-from weftline.engine.llm.vision.decoding import AHEAD_MAX, DecodingThread
+from weftline.engine.llm.vision.decoding import AHEAD_MAX, NICE, DecodingThread
 from weftline.errors import InputError, StepError
 
 
@@ -22,7 +23,7 @@ def test_requests_come_back_in_order_with_what_was_decoded():
     thread: DecodingThread[str, Any] = DecodingThread()
     names: set[str] = set()
     for item in range(9):
-        thread.add(item, f"request {item}", lambda item=item: (names.add(threading.current_thread().name), item)[1])
+        thread.add(item, f"request {item}", lambda _, item=item: (names.add(threading.current_thread().name), item)[1])
     assert len(thread) == 9
     assert _all(thread, 9) == [(f"request {item}", item) for item in range(9)]
     assert not thread
@@ -31,12 +32,12 @@ def test_requests_come_back_in_order_with_what_was_decoded():
 
 
 def test_failures_are_results():
-    def wrong() -> None:
+    def wrong(cancelled: Any) -> None:
         raise InputError("bad")
 
     thread: DecodingThread[str, Any] = DecodingThread()
     thread.add(1, "a", wrong)
-    thread.add(2, "b", lambda: 1 // 0)
+    thread.add(2, "b", lambda _: 1 // 0)
     (_, first), (_, second) = _all(thread, 2)
     assert isinstance(first, InputError)
     assert isinstance(second, StepError)
@@ -46,9 +47,9 @@ def test_failures_are_results():
 
 def test_a_cancelled_request_does_not_come_back_and_frees_its_turn():
     gate, thread = threading.Event(), DecodingThread[str, Any]()
-    thread.add(0, "blocked", gate.wait)
+    thread.add(0, "blocked", lambda _: gate.wait())
     for item in range(1, 3 * AHEAD_MAX):
-        thread.add(item, f"{item}", lambda: None)
+        thread.add(item, f"{item}", lambda _: None)
     for item in range(2 * AHEAD_MAX):
         assert thread.cancel(item)
     assert not thread.cancel(0)
@@ -57,11 +58,37 @@ def test_a_cancelled_request_does_not_come_back_and_frees_its_turn():
     thread.close()
 
 
+def test_decoding_ends_early_where_its_request_is_cancelled():
+    begun, ended, thread = threading.Event(), threading.Event(), DecodingThread[str, Any]()
+
+    def decode(cancelled: Any) -> None:
+        begun.set()
+        while not cancelled():
+            time.sleep(0.001)
+        ended.set()
+
+    for end in (lambda: thread.cancel(0), thread.close):
+        thread.add(0, "long", decode)
+        assert begun.wait(10)
+        end()
+        assert ended.wait(10)
+        begun.clear()
+        ended.clear()
+
+
+def test_the_thread_has_a_lower_priority():
+    thread: DecodingThread[str, Any] = DecodingThread()
+    thread.add(0, "a", lambda _: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    ((_, nice),) = _all(thread, 1)
+    assert nice == min(19, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) + NICE)
+    thread.close()
+
+
 def test_the_most_urgent_request_is_decoded_first():
     gate, thread = threading.Event(), DecodingThread[str, Any]()
-    thread.add(0, "blocked", gate.wait)
+    thread.add(0, "blocked", lambda _: gate.wait())
     for item, due_ms in ((1, 30.0), (2, 10.0), (3, 20.0), (4, 10.0)):
-        thread.add(item, f"{item}", time.monotonic, due_ms)
+        thread.add(item, f"{item}", lambda _: time.monotonic(), due_ms)
     gate.set()
     found = sorted(_all(thread, 5)[1:], key=lambda one: one[1])
     assert [request for request, _ in found] == ["2", "4", "3", "1"]
@@ -72,7 +99,7 @@ def test_the_thread_waits_until_results_are_fetched():
     done: list[int] = []
     thread: DecodingThread[str, Any] = DecodingThread()
     for item in range(3 * AHEAD_MAX):
-        thread.add(item, f"{item}", lambda item=item: done.append(item))
+        thread.add(item, f"{item}", lambda _, item=item: done.append(item))
     until = time.monotonic() + 10
     while len(done) < AHEAD_MAX and time.monotonic() < until:
         time.sleep(0.001)
@@ -85,7 +112,7 @@ def test_the_thread_waits_until_results_are_fetched():
 def test_a_closed_thread_ends():
     thread: DecodingThread[str, Any] = DecodingThread()
     for item in range(3 * AHEAD_MAX):
-        thread.add(item, f"{item}", lambda: None)
+        thread.add(item, f"{item}", lambda _: None)
     thread.close()
     (worker,) = thread._pool._threads
     worker.join(10)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -75,14 +78,67 @@ def test_a_cancelled_request_leaves_no_picture(model):
     engine = engine_of(node)
     add(node, 1, ONE)
     add(node, 2, OTHER)
+    assert encoder_of(node).held_bytes > 0
     engine.step()
-    assert len(encoder_of(node)._pending) == 0  # both were encoded in one call
+    assert encoder_of(node).held_bytes == 0  # both were encoded in one call
     add(node, 3, WIDE)
+    assert encoder_of(node).held_bytes > 0
     engine.cancel(3)
-    assert not encoder_of(node)._pending
+    assert encoder_of(node).held_bytes == 0
     engine.cancel(1)
     assert finish(node)[2] == model.answer(*OTHER, TOKENS)
     assert encoder_of(node).encoded == 2
+    node.close()
+
+
+def test_inputs_are_dropped_when_the_features_exist(model, monkeypatch):
+    node, alive = opened(model), []
+    process = node._images.process
+
+    def watched(pixels: Any) -> Any:
+        found = process(pixels)
+        alive.extend(weakref.ref(one) for one in (pixels, *found.values()))
+        return found
+
+    node._images = dataclasses.replace(node._images, process=watched)
+    add(node, 1, shown(1), tokens_max=50, ignore_eos=True)
+    add(node, 2, shown(2, 40, 16), tokens_max=50, ignore_eos=True)  # of another shape
+    engine_of(node).step()
+    gc.collect()
+    assert engine_of(node).busy and len(alive) == 6
+    assert not any(one() is not None for one in alive)
+    finish(node)
+    node.close()
+
+
+def test_a_live_request_keeps_its_features_and_no_other_does(model):
+    node = opened(model, image_cache_bytes=1)
+    encoder, engine = encoder_of(node), engine_of(node)
+    first, second, third = ((asked(text, None), [picture()]) for text in ("one", "two", "three"))  # no page is shared
+    add(node, 1, first, tokens_max=50, ignore_eos=True)
+    engine.step()
+    add(node, 2, second)
+    engine.cancel(1)
+    assert finish(node)[2] == model.answer(*second, TOKENS)
+    assert encoder.encoded == 1
+    add(node, 3, third)
+    finish(node)
+    assert encoder.encoded == 2
+    node.close()
+
+
+def test_encoding_ahead_has_a_limit_of_bytes(model):
+    node = opened(model, sequences_max=1)
+    encoder = encoder_of(node)
+    add(node, 0, shown(0))
+    feature_bytes = encoder._feature_bytes * next(iter(encoder._live.values())).image.features
+    encoder.cache.bytes_max = 2 * feature_bytes
+    for id in range(1, 6):
+        add(node, id, shown(id))
+    engine_of(node).step()
+    assert (encoder.calls, encoder.encoded) == (1, 3)  # one is read, two are ahead
+    finish(node)
+    assert (encoder.calls, encoder.encoded) == (2, 6)
     node.close()
 
 
@@ -112,14 +168,15 @@ def test_short_memory_halves_the_call_and_not_the_answers(model, monkeypatch):
 )
 def test_a_picture_that_fails_fails_its_request_alone(model, monkeypatch, error, named):
     node = opened(model)
-    encode = encoder_of(node)._process
+    encode = engine_of(node).runner.model.get_image_features
+    bad = node._images.process(OTHER[1][0])["pixel_values"][0]
 
-    def failing(pixels: Any) -> Any:
-        if pixels[0, 0, 0] == OTHER[1][0][0, 0, 0]:
+    def failing(pixel_values: Any, **more: Any) -> Any:
+        if (pixel_values == bad).all(1).any():
             raise error
-        return encode(pixels)
+        return encode(pixel_values=pixel_values, **more)
 
-    monkeypatch.setattr(encoder_of(node), "_process", failing)
+    monkeypatch.setattr(engine_of(node).runner.model, "get_image_features", failing)
     for id, request in enumerate((ONE, OTHER, TEXT)):
         add(node, id, request)
     engine, found, errors = engine_of(node), dict[int, list[int]](), {}
@@ -139,8 +196,7 @@ def test_a_picture_that_is_read_in_several_rounds_is_encoded_once(model):
     node = opened(model, round_tokens_max=5, image_cache_bytes=1)
     add(node, 0, WIDE)
     assert finish(node)[0] == model.answer(*WIDE, TOKENS)
-    encoder = encoder_of(node)
-    assert encoder.encoded == len(WIDE[1]) and not encoder._partial
+    assert encoder_of(node).encoded == len(WIDE[1])
     node.close()
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import json
 import shutil
-import time
+import threading
 from typing import Any
 
 import numpy as np
@@ -209,7 +210,7 @@ def test_figures_count_pictures(model):
 
 
 def test_a_template_that_shows_a_picture_of_its_own_is_an_error():
-    reader = ImageReader(FixedLayout(5, 2), 5, b"", 100)
+    reader = ImageReader(FixedLayout(5, 2), 5, lambda pixels: {}, b"", 100)
     with pytest.raises(InputError, match="shows a picture, and the request has none"):
         reader.read({"prompt": "a"}, lambda inputs, mark: [1, 5])
     with pytest.raises(InputError, match="2 placeholders for 1 pictures"):
@@ -235,18 +236,26 @@ def test_a_family_that_was_not_checked_is_refused_when_it_opens(models, tmp_path
         node.open(OpenContext(base_dir=models("llava").folder.parent))
 
 
-def test_pixels_of_live_requests_have_a_limit(models, monkeypatch):
-    model = models("llava")
+def test_pixels_that_wait_for_the_encoder_have_a_limit(models, monkeypatch):
     monkeypatch.setattr("weftline.engine.llm.vision.reader.HELD_BYTES_MAX", 1000)
-    node = opened(model, sampling=SAMPLING)
-    for item in (1, 2, 3):  # one may have more than the limit
-        node.submit(item, {"prompt": "a", "images": [picture(20, 20)]} if item < 3 else {"prompt": "a"})
-    last: dict[int, Piece] = {}
+    node = opened(models("llava"), sampling=SAMPLING | {"ignore_eos": True}, sequences_max=1, image_cache_bytes=1)
+    vision, pieces = engine_of(node).runner.vision, list[Piece]()
+    node.submit(1, {"prompt": "a", "sampling": {"tokens_max": 200}})
+    node.submit(2, {"prompt": "a", "images": [picture(20, 20)]})  # one may have more than the limit
+    while vision.held_bytes == 0:
+        pieces += node.round()
+    assert vision.held_bytes > 1000
+    node.submit(3, {"prompt": "a", "images": [picture(20, 20)]})
+    node.submit(4, {"prompt": "a"})
+    while node._decoding:
+        pieces += node.round()
+    node.cancel(1)
     while node.busy:
-        last |= {piece.item: piece for piece in node.round()}
-    assert isinstance(last[2].error, LimitReached)
-    assert last[1].error is None and last[3].error is None
-    assert engine_of(node).runner.vision.held_bytes() == 0
+        pieces += node.round()
+    last = {piece.item: piece for piece in pieces}
+    assert isinstance(last[3].error, LimitReached)
+    assert last[2].error is None and last[4].error is None
+    assert vision.held_bytes == 0
     assert answer(node, prompt="a", images=[picture(20, 20)])
     node.close()
 
@@ -256,14 +265,53 @@ def test_pixels_of_requests_that_wait_for_memory_count(models, monkeypatch):
     node = opened(models("llava"), sampling=SAMPLING)
     node._kv_most_bytes = 1 << 30
     monkeypatch.setattr(type(engine_of(node)), "context_max", property(lambda engine: 1))
+    last: dict[int, Piece] = {}
     for item in (1, 2):
         node.submit(item, {"prompt": "a", "images": [picture(20, 20)]})
-    until = time.monotonic() + 10
-    last: dict[int, Piece] = {}
-    while 2 not in last and time.monotonic() < until:
-        last |= {piece.item: piece for piece in node.round()}
+        while item not in last and not node._long[item - 1 :]:
+            last |= {piece.item: piece for piece in node.round()}
     assert isinstance(last[2].error, LimitReached) and len(node._long) == 1
     assert node.memory().waiting == 1
+    node.close()
+
+
+def test_a_picture_that_cannot_be_processed_fails_its_request_alone(model, monkeypatch):
+    node = opened(model, sampling=SAMPLING)
+    process = node._images.process
+
+    def failing(pixels: Any) -> Any:
+        if pixels.shape[1] == 21:
+            raise MemoryError("no memory")
+        return process(pixels)
+
+    node._images = dataclasses.replace(node._images, process=failing)
+    node.submit(1, {"prompt": "a", "images": [picture(), picture(20, 21)]})
+    node.submit(2, {"prompt": "a", "images": [picture()]})
+    last: dict[int, Piece] = {}
+    while node.busy:
+        last |= {piece.item: piece for piece in node.round()}
+    assert isinstance(last[1].error, StepError) and last[2].error is None
+    assert not engine_of(node).runner.vision._live
+    node.close()
+
+
+def test_pictures_are_processed_beside_the_rounds_and_only_where_needed(model):
+    node, threads = opened(model, sampling=SAMPLING), list[str]()
+    process = node._images.process
+
+    def watched(pixels: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return process(pixels)
+
+    node._images = dataclasses.replace(node._images, process=watched)
+    first = answer(node, prompt="a", images=[picture(), picture(seed=1), picture()])
+    assert len(threads) == 2 and all(name.startswith("pictures") for name in threads)
+    assert answer(node, prompt="a", images=[picture(), picture(seed=1), picture()]) == first
+    assert len(threads) == 2  # the features are known
+    engine_of(node).runner.vision.cache.clear()
+    node._images = dataclasses.replace(node._images, knows=lambda key: True)  # and evicted before the request is added
+    assert answer(node, prompt="b", images=[picture(seed=1)])
+    assert len(threads) == 3
     node.close()
 
 
@@ -281,7 +329,9 @@ def test_an_empty_picture_fails_its_request_alone(models, family):
 
 def test_a_request_that_cannot_be_prepared_fails_alone(model, monkeypatch):
     node = opened(model, sampling=SAMPLING)
-    monkeypatch.setattr(type(node._images.layout), "tokens_of", lambda layout, height, width: 1 // (width - 21))
+    real = type(node._images.layout).tokens_of
+    wrong = lambda layout, height, width: real(layout, height, width // (width - 21))  # noqa: E731
+    monkeypatch.setattr(type(node._images.layout), "tokens_of", wrong)
     node.submit(1, {"prompt": "a", "images": [picture(20, 21)]})
     node.submit(2, {"prompt": "a"})
     last: dict[int, Piece] = {}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from weftline.engine.llm.vision.positions import RotaryPositions
 from weftline.engine.llm.vision.prompt import PromptImage
 
-BLACK = np.zeros((1, 1, 3), np.uint8)
-
 
 def image(start: int, rows: int, columns: int) -> PromptImage:
-    return PromptImage((range(start, start + rows * columns),), (rows, columns), b"", BLACK)
+    return PromptImage((range(start, start + rows * columns),), (rows, columns), b"")
 
 
 def test_a_picture_advances_by_its_longer_side():

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
-from weftline.engine.llm.vision.prompt import ImageTokens, PromptImage, content_key, expand, page_key, to_prompt_image
+from weftline.engine.llm.vision.prompt import (
+    ImageTokens,
+    Pixels,
+    PromptImage,
+    content_key,
+    expand,
+    page_key,
+    to_prompt_image,
+)
 
 HOLE = 9
 BLACK = np.zeros((2, 3, 3), np.uint8)
 
 
 def image(*runs: range, key: bytes = b"k") -> PromptImage:
-    return PromptImage(runs, None, key, BLACK)
+    return PromptImage(runs, None, key)
 
 
 def test_each_placeholder_becomes_the_tokens_of_its_picture():
@@ -20,9 +31,27 @@ def test_each_placeholder_becomes_the_tokens_of_its_picture():
     tokens, spans = expand([1, HOLE, 2, HOLE], HOLE, [two, tiles])
     assert tokens == [1, 9, 9, 2, 7, 9, 9, 8, 9]
     assert spans == [range(1, 3), range(4, 9)]
-    found = to_prompt_image(spans[1], tiles, BLACK, b"")
+    pixels = Pixels(BLACK, lambda found: {})
+    found = to_prompt_image(spans[1], tiles, pixels, b"")
     assert found.runs == (range(5, 7), range(8, 9))
     assert (found.start, found.stop, found.features) == (5, 9, 3)
+    assert found.pixels is pixels and found.without_pixels().pixels is None
+
+
+def test_pixels_are_processed_once_and_dropped():
+    calls, given = [], np.zeros((4, 5, 3), np.uint8)
+
+    def process(pixels):
+        calls.append(pixels.shape)
+        return {"values": np.zeros(7, np.float32)}
+
+    pixels, alive = Pixels(given, process), weakref.ref(given)
+    assert pixels.nbytes == 60
+    del given
+    assert pixels.inputs() is pixels.inputs()
+    assert pixels.nbytes == 28 and calls == [(4, 5, 3)]
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("count", [0, 2])

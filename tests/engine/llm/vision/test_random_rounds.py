@@ -66,7 +66,8 @@ def test_answers_do_not_depend_on_rounds(models: Any, family: str, seed: int) ->
         _step(engine, found)
         engine.check()
     assert engine.stats().pages_used == 0
-    assert not engine.runner.vision._pending
+    assert not engine.runner.vision._live
+    assert engine.runner.vision.held_bytes == 0
     for id in set(found) - cancelled:
         assert found[id] == model.answer(*requests[id], TOKENS), id
     node.close()
