@@ -2,15 +2,15 @@
 
 Inputs are the wired ports. A port named `see__detections` is `see.detections` in the template; any other port is a
 variable of its name. With option `images` the pictures that the text shows are an output too, and each is U+FFFC in the
-text (object replacement character). Rendering is limited in time, loops, memory and length (see
-weftline.nodes.template_sandbox); the worker's run_max_ms is the outer limit.
+text (object replacement character). With option `videos` so are the videos, and each is U+FFFB. Rendering is limited in
+time, loops, memory and length (see weftline.nodes.template_sandbox); the worker's run_max_ms is the outer limit.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,11 +21,20 @@ from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, P
 if TYPE_CHECKING:
     from weftline.nodes.template_sandbox import Sandbox
 
+VIDEOS = "videos"
+"""Name of the input whose pictures are the frames of a video."""
+
+VIDEO_TYPE = "uint8[?, ?, ?, 3]"
+"""Port type of a video: frames, height, width and colours."""
+
 CHAR_BYTES_MAX = 4
 """Most bytes of one character in UTF-8."""
 
 PICTURE = "\ufffc"
 """Place of a picture in a text: the object replacement character."""
+
+VIDEO = "\ufffb"
+"""Place of a video in a text: an annotation character that texts do not have."""
 
 SEPARATOR = "__"
 """Between a step's name and its output's in the name of an input port, since a port's name has no dots."""
@@ -39,12 +48,15 @@ class TemplateConfig:
     output_chars_max: longest result, in characters.
     render_max_ms:    time limit for one item, in milliseconds.
     images:           show pictures as U+FFFC and return them as output `images`. A step with `prompt:` sets it itself.
+    videos:           show videos as U+FFFB and return them as output `videos`, likewise. A video is an array
+                      uint8[frames, H, W, 3], or the frames in input `videos`, as a list of pictures.
     """
 
     template: str
     output_chars_max: int = 100_000
     render_max_ms: float = 200.0
     images: bool = False
+    videos: bool = False
 
 
 class Template(BatchNode):
@@ -63,13 +75,16 @@ class Template(BatchNode):
             raise ConfigError(option, f"{getattr(config, option)}", "a number above 0")
         _check_names(config.template, step.wired)
         inputs = tuple(port(name, "any") for name in step.wired)
-        images = (port("images", "list[image]", about="the pictures that the text shows, in order"),)
-        outputs = (port("text", "text", about="the rendered text"), *(images if config.images else ()))
-        return Ports(inputs=inputs, outputs=outputs)
+        outputs = [port("text", "text", about="the rendered text")]
+        if config.images:
+            outputs.append(port("images", "list[image]", about="the pictures that the text shows, in order"))
+        if config.videos:
+            outputs.append(port("videos", f"list[{VIDEO_TYPE}]", about="the videos that the text shows, in order"))
+        return Ports(inputs=inputs, outputs=tuple(outputs))
 
     @classmethod
     def light_output_bytes(cls, config: TemplateConfig) -> int | None:
-        return None if config.images else CHAR_BYTES_MAX * config.output_chars_max
+        return None if config.images or config.videos else CHAR_BYTES_MAX * config.output_chars_max
 
     def open(self, context: OpenContext) -> None:
         from weftline.nodes.template_sandbox import Sandbox
@@ -82,19 +97,22 @@ class Template(BatchNode):
 
     def run(self, batch: Batch) -> Outputs:
         rows = [{name: batch[name][position] for name in batch.ports} for position in range(len(batch))]
-        if not self.config.images:
+        config = self.config
+        if not (config.images or config.videos):
             return {"text": [self._try_render(row) for row in rows]}
         shown = [self._try_show(row) for row in rows]
-        return {
-            "text": [one if isinstance(one, StepError) else one[0] for one in shown],
-            "images": [one if isinstance(one, StepError) else one[1] for one in shown],
-        }
+        ports = ("text", *(["images"] if config.images else ()), *(["videos"] if config.videos else ()))
+        return {port: [one if isinstance(one, StepError) else one[port] for one in shown] for port in ports}
 
-    def _try_show(self, inputs: Mapping[str, Any]) -> tuple[str, list[np.ndarray]] | StepError:
-        """Return the rendered text of an item with U+FFFC for each picture, and these."""
-        pictures = Pictures()
-        text = self._try_render({name: pictures.mark(value) for name, value in inputs.items()})
-        return text if isinstance(text, StepError) else pictures.taken(text)
+    def _try_show(self, inputs: Mapping[str, Any]) -> dict[str, Any] | StepError:
+        """Return the rendered text of an item with a character for each picture and video, and these."""
+        media = Media(self.config.images, self.config.videos)
+        try:
+            marked = {name: media.mark(value, name) for name, value in inputs.items()}
+        except ValueError as error:
+            return StepError(f"the template: {error}")
+        text = self._try_render(marked)
+        return text if isinstance(text, StepError) else media.taken(text)
 
     def _try_render(self, inputs: Mapping[str, Any]) -> str | StepError:
         from jinja2.exceptions import TemplateError
@@ -111,33 +129,65 @@ class Template(BatchNode):
             return StepError(f"the template failed: {str(error) or type(error).__name__:.300}")
 
 
-class Pictures:
-    """Pictures of one rendering. Each is a mark in the template, which no other value can contain."""
+class Media:
+    """Pictures and videos of one rendering. Each is a mark in the template, which no other value can contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, images: bool, videos: bool) -> None:
         self._start = f"{PICTURE}{secrets.randbelow(10**18):018d}."
-        self._pictures: list[np.ndarray] = []
+        self._images, self._videos = images, videos
+        self._found: list[np.ndarray] = []
 
-    def mark(self, value: Any) -> Any:
-        """Return the marks of a picture or a list of pictures; other values as they are."""
+    def mark(self, value: Any, name: str = "") -> Any:
+        """Return the mark of a picture or video, or those of a list of them; other values as they are.
+
+        name: the input's; pictures in input `videos` are the frames of one video.
+
+        ValueError: frames have several sizes.
+        """
         from weftline.nodes.template_sandbox import Marks
 
-        if isinstance(value, list) and value and all(map(_is_picture, value)):
-            return Marks([self.mark(one) for one in value])
-        if not _is_picture(value):
+        if isinstance(value, list) and value:
+            if self._videos and name == VIDEOS and all(map(_is_picture, value)):
+                return self.mark(to_video(value))
+            if all(map(self._is_shown, value)):
+                return Marks([self.mark(one) for one in value])
+        if not self._is_shown(value):
             return value
-        self._pictures.append(value)
-        return f"{self._start}{len(self._pictures) - 1};"
+        self._found.append(value)
+        return f"{self._start}{len(self._found) - 1};"
 
-    def taken(self, text: str) -> tuple[str, list[np.ndarray]]:
-        """Return a rendered text with U+FFFC at each mark and nowhere else, and the pictures in this order."""
+    def _is_shown(self, value: Any) -> bool:
+        return (self._images and _is_picture(value)) or (self._videos and is_video(value))
+
+    def taken(self, text: str) -> dict[str, Any]:
+        """Return the text with a character at each mark and nowhere else, and the pictures and videos in order."""
         parts = re.split(f"{self._start}([0-9]+);", text)
-        found = [self._pictures[int(place)] for place in parts[1::2]]
-        return PICTURE.join(part.replace(PICTURE, "") for part in parts[::2]), found
+        found = [self._found[int(place)] for place in parts[1::2]]
+        texts = [part.replace(PICTURE, "").replace(VIDEO, "") for part in parts[::2]]
+        marks = [VIDEO if is_video(one) else PICTURE for one in found]
+        return {
+            "text": texts[0] + "".join(mark + part for mark, part in zip(marks, texts[1:], strict=True)),
+            "images": [one for one in found if not is_video(one)],
+            "videos": [one for one in found if is_video(one)],
+        }
 
 
 def _is_picture(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3
+
+
+def is_video(value: Any) -> bool:
+    """Return whether a value is uint8 [frames, H, W, 3]."""
+    return isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 4 and value.shape[3] == 3
+
+
+def to_video(frames: Sequence[np.ndarray]) -> np.ndarray:
+    """Return pictures of one size as a video, uint8 [frames, H, W, 3]; ValueError for several sizes."""
+    sizes = {frame.shape[:2] for frame in frames}
+    if len(sizes) > 1:
+        found = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:2])
+        raise ValueError(f"found frames of {found} pixels in one video, expected frames of one size")
+    return np.stack(frames)
 
 
 def variables(inputs: Mapping[str, Any]) -> dict[str, Any]:

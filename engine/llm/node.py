@@ -26,7 +26,7 @@ from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_ret
 from weftline.engine.llm.sequence import urgency_ms
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
-from weftline.engine.llm.vision.messages import refuse_images, shows_pictures
+from weftline.engine.llm.vision.messages import NO_MARKS, Marks, refuse_media, shows_media
 from weftline.engine.llm.vision.ports import check_draft, image_notes, image_ports
 from weftline.errors import InputError, StepError, WeftlineError
 from weftline.node import (
@@ -204,7 +204,7 @@ class Llm(StreamNode):
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
         request = _Request(item, inputs, urgency, _now_ms())
-        if self._decoding is not None and self._images is not None and shows_pictures(inputs):
+        if self._decoding is not None and self._images is not None and shows_media(inputs):
             due_ms = urgency_ms(request.now_ms, request.deadline_ms, urgency.priority)
             self._decoding.add(item, request, partial(_take_pictures, self._images, request), due_ms)
         else:
@@ -259,9 +259,9 @@ class Llm(StreamNode):
         engine = self._engine
         if engine is None or engine.runner.vision is None:
             return 0
-        waiting = [image.pixels for one in self._long for image in one.prepared.images]
+        waiting = [(image.pixels, image.part) for one in self._long for image in one.prepared.images]
         encoding: int = engine.runner.vision.held_bytes
-        return encoding + sum(pixels.nbytes for pixels in waiting if pixels is not None)
+        return encoding + sum(pixels.nbytes(part) for pixels, part in waiting if pixels is not None)
 
     def _add(self, asked: _Submitted) -> None:
         """Add an item to the engine; one that is refused gets a piece with the error."""
@@ -388,11 +388,13 @@ class Llm(StreamNode):
         encode = partial(self._prompt_tokens, request=request)
         if self._images is not None:
             return self._images.lay_out(taken or self._images.take(inputs), encode)
-        refuse_images(inputs, self.config.model)
+        refuse_media(inputs, self.config.model)
         return encode(inputs), ()
 
-    def _prompt_tokens(self, inputs: Mapping[str, Any], mark: str = "", request: ToolRequest = _NO_TOOLS) -> list[int]:
-        """Return the tokens of the prompt or conversation. mark: stands for a picture in its texts."""
+    def _prompt_tokens(
+        self, inputs: Mapping[str, Any], media: Marks = NO_MARKS, request: ToolRequest = _NO_TOOLS
+    ) -> list[int]:
+        """Return the tokens of the prompt or conversation. media: what stands for pictures and videos in its texts."""
         _, tokens = self._opened()
         tools = list(request.offered) or None
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
@@ -402,14 +404,14 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages, tools, mark)
+            return tokens.chat(messages, tools, media)
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
         if not tokens.has_template and tools:
             raise InputError("tools: the model has no chat template, which would describe them", param="tools")
         if not tokens.has_template:
-            return tokens.raw(prompt, mark)
-        return tokens.chat(self._turns(prompt), tools, mark)
+            return tokens.raw(prompt, media)
+        return tokens.chat(self._turns(prompt), tools, media)
 
     def _turns(self, prompt: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []

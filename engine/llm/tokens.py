@@ -25,7 +25,7 @@ from typing import Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
-from weftline.engine.llm.vision.messages import with_parts
+from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
 
@@ -58,6 +58,8 @@ class Tokens:
         self._texts: dict[bool, TokenTexts | None] = {}  # of single tokens, without control tokens and with them
         self._alone: dict[bool, dict[int, str]] = {}  # the same, where a token's text depends on its neighbours
         self.image_token = ""  # placeholder of a picture, for a model with pictures
+        self.video_token = ""  # of a video
+        self.video_template: str | None = None  # of conversations with videos, where they have another one
 
     @classmethod
     def open(cls, source: str | Path, context_max: int, shown: str | None = None) -> Tokens:
@@ -107,15 +109,15 @@ class Tokens:
         """Return whether the text of `tokens`, control tokens included, ends with `text` and white space."""
         return self._decoder(control=True)(tokens[-8:]).rstrip().endswith(text)
 
-    def chat(self, messages: object, tools: object = None, mark: str = "") -> list[int]:
+    def chat(self, messages: object, tools: object = None, media: Marks = NO_MARKS) -> list[int]:
         """Return the tokens of a conversation, ready for the model's answer; InputError if it is invalid.
 
         tools: tool definitions, as the chat template expects them.
-        mark:  character that stands for a picture in the texts; '' for none.
+        media: characters that stand for pictures and videos in the texts.
         """
         turns = check_messages(messages)
         if self.image_token:
-            turns = with_parts(turns, mark)
+            turns = with_parts(turns, media)
         offered = None if tools is None else check_tools(tools)
         texts: list[str] = []
 
@@ -127,26 +129,40 @@ class Tokens:
         tools_at = len(texts)
         mapped(offered, collect, "tools")
         self._check_texts(texts, tools_at)
-        marked, marks = self._mark(texts)
+        marked, marks = self._mark(texts, self.video_token if media.video_texts else "")
         if marks:
             following = iter(marked)
             turns, offered = (mapped(value, lambda text: next(following)) for value in (turns, offered))
         try:
-            text = self.tokenizer.apply_chat_template(turns, tools=offered, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                turns, tools=offered, tokenize=False, add_generation_prompt=True,
+                chat_template=self.video_template if media.video_texts else None,
+            )  # fmt: skip
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
-        return self._encode(text, marks, specials=False)
+        return self._encode(self._with_videos(text, media), marks, specials=False)
 
-    def raw(self, text: str, mark: str = "") -> list[int]:
+    def raw(self, text: str, media: Marks = NO_MARKS) -> list[int]:
         """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template.
 
-        mark: character that stands for a picture in the text; '' for none.
+        media: characters that stand for pictures and videos in the text.
         """
         self._check_text("prompt", text)
-        [marked], marks = self._mark([text])
-        if mark:
-            marked = marked.replace(mark, self.image_token)
-        return self._encode(marked, marks, specials=True)
+        [marked], marks = self._mark([text], self.video_token if media.video_texts else "")
+        for mark, placeholder in ((media.image, self.image_token), (media.video, self.video_token)):
+            if mark:
+                marked = marked.replace(mark, placeholder)
+        return self._encode(self._with_videos(marked, media), marks, specials=True)
+
+    def _with_videos(self, text: str, media: Marks) -> str:
+        """Return a rendered text with the text of each video in place of its placeholder."""
+        if not media.video_texts:
+            return text
+        parts = text.split(self.video_token)
+        if len(parts) != len(media.video_texts) + 1:
+            found = f"{len(parts) - 1} placeholders for {len(media.video_texts)} videos"
+            raise InputError(f"messages: the model's chat template writes {found}", param="messages")
+        return parts[0] + "".join(shown + part for shown, part in zip(media.video_texts, parts[1:], strict=True))
 
     def encode_control(self, text: str) -> list[int]:
         """Return the tokens of a text of the model's own, in which names of control tokens are these tokens."""
@@ -217,19 +233,24 @@ class Tokens:
             message = f"{where}: found a lone surrogate at {error.start}, expected valid text"
             raise InputError(message, param=where.rpartition(".")[2]) from error
 
-    def _mark(self, texts: list[str]) -> tuple[list[str], dict[str, str]]:
-        """Return `texts` with every control token's name replaced by a mark, and what each mark stands for."""
+    def _mark(self, texts: list[str], name: str = "") -> tuple[list[str], dict[str, str]]:
+        """Return `texts` with every control token's name replaced by a mark, and what each mark stands for.
+
+        name: another name to replace, which is no token.
+        """
         if self._folds:
             self._refuse_disguised(texts)
-        found = {name for text in texts for name in (self._control.findall(text) if self._control else ())}
-        if not found or self._control is None:
+        control = self._control
+        if name:
+            control = re.compile("|".join([re.escape(name), *([control.pattern] if control is not None else [])]))
+        found = {name for text in texts for name in (control.findall(text) if control else ())}
+        if not found or control is None:
             return texts, {}
         present = set().union(*texts)
         free = (chr(code) for code in _MARKS if chr(code) not in present)
         marks = dict(zip(sorted(found), free, strict=False))
         if len(marks) < len(found):
             raise InputError("prompt: too many control tokens and private characters in one text")
-        control = self._control
         return [control.sub(lambda m: marks[m.group()], text) for text in texts], {m: name for name, m in marks.items()}
 
     def _refuse_disguised(self, texts: list[str]) -> None:

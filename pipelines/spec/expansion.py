@@ -3,7 +3,8 @@
 A `template` step names its inputs in its text: `{{ see.detections | describe }}` or `{{ question }}`. Each name becomes
 an input port and is wired; the port is named like the wire, with `__` for the dot (`see__detections`). An `llm` step
 with a `prompt:` becomes two steps: a template step named `<step>_prompt`, and the LLM step that reads its text. Where
-the prompt shows pictures, which are pipeline inputs or the step's input `images`, the template step passes them on.
+the prompt shows pictures, which are pipeline inputs or the step's input `images`, the template step passes them on, and
+likewise videos.
 
 Constant fallbacks become steps that pass constants on, and a step that runs a pipeline file is replaced by the steps
 of that file. Names of generated steps and inputs contain a `/` or end with `_prompt`.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from jinja2 import meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from weftline.nodes.catalog import CATALOG, dotted, with_engine
+from weftline.nodes.ports import PortType
 from weftline.nodes.template import SEPARATOR
 from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
@@ -44,9 +46,12 @@ _ENVIRONMENT.filters = _ENVIRONMENT.tests = _AnyName()
 PREFIX_CHARS_MIN = 64
 """Shorter prefixes fill less than a page of KV memory and are not recorded in the plan."""
 _MARKUP = re.compile(r"\{[{%#]")
-_PICTURES = ("image", "list[image]")
-_MADE = {"prompt": "text", "images": "images"}
-"""Inputs of an llm step with a prompt, and the outputs of its template step."""
+_MEDIA: Mapping[str, Callable[[PortType], bool]] = {
+    "images": lambda type: type.kind == "image",
+    "videos": lambda type: type.dtype == "uint8" and type.dims is not None and type.dims[3:] == (3,),
+}
+"""Inputs of an llm step that its prompt may show, with the types of pipeline inputs that are shown there too, as they
+are or in a list. The template step has an option and an output of the same name."""
 _READS_FILES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -151,22 +156,25 @@ def _prompted(
         wires = _wires(text, f"{path}.prompt", step, pipeline, report)
         own = {port: wire for port, wire in step.inputs.items() if port in _names(text)}
         node = "template" if "template" in catalog else CATALOG["template"]
-        pictures = _shows_pictures(text, step, pipeline)
-        if pictures and "images" in step.inputs and "images" not in own:
-            found, fix = f"shows {pictures}, and inputs.images is wired beside it", "show {{ images }} there too"
-            report.add(f"{path}.prompt", found, "pictures from one of the two", fix)
+        shown = {port: one for port in _MEDIA if (one := _shown(port, text, step, pipeline))}
+        for port in shown.keys() & step.inputs.keys() - own.keys():
+            found, fix = (
+                f"shows {shown[port]}, and inputs.{port} is wired beside it",
+                f"show {{{{ {port} }}}} there too",
+            )
+            report.add(f"{path}.prompt", found, f"{port} from one of the two", fix)
         origins[f"steps.{name}"] = Origin(f"{path}.prompt")
         own_engine = with_engine(step.node, step.options, catalog) == dotted(step.node, catalog)
         options = {**(_fixed(text) if own_engine else {}), **options}
         inputs = {port: wire for port, wire in step.inputs.items() if port not in own}
         listed_own = tuple(port for port in step.map if port in own)  # a list is rendered item by item
         rest = tuple(port for port in step.map if port not in own)
-        made = {port: Wire(name, output) for port, output in _MADE.items() if pictures or port == "prompt"}
+        made = {"prompt": Wire(name, "text"), **{port: Wire(name, port) for port in shown}}
         return [
             Step(
                 name,
                 node,
-                {"template": text, **({"images": True} if pictures else {})},
+                {"template": text, **dict.fromkeys(shown, True)},
                 {**own, **wires},
                 when=step.when,
                 map=listed_own,
@@ -181,16 +189,25 @@ def _prompted(
     return [dataclasses.replace(step, options=options, inputs={**step.inputs, "prompt": Wire(None, "")})]
 
 
-def _shows_pictures(text: str, step: Step, pipeline: Pipeline) -> str:
-    """Return the name of the first picture that a prompt shows; '' for none."""
+def _shown(port: str, text: str, step: Step, pipeline: Pipeline) -> str:
+    """Return the name of the first picture that a prompt shows, or video for port `videos`; '' for none."""
     types = {one.name: one.type for one in pipeline.inputs}
     for name in _names(text, bare=True):
         wire = step.inputs.get(name, Wire(None, name))
-        if name == "images" and name in step.inputs:
-            return name
-        if wire.step is None and types.get(wire.port) in _PICTURES:
+        if name in _MEDIA and name in step.inputs:
+            if name == port:
+                return name
+        elif wire.step is None and _is_media(port, types.get(wire.port)):
             return name
     return ""
+
+
+def _is_media(port: str, type: str | None) -> bool:
+    try:
+        parsed = PortType.parse(type or "")
+    except ValueError:
+        return False  # a problem of the input's own
+    return _MEDIA[port](parsed.item if parsed.kind == "list" and parsed.item is not None else parsed)
 
 
 def _fixed(text: str) -> dict[str, str]:

@@ -76,9 +76,11 @@ def node_of(row: tuple[str, ...]) -> str:
 
 
 LLM_ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "node: llm" in line]
-FAMILY_LINES = [line for line in LLM_ROWS if "photo" in line]
-FAMILY_ROWS = [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in FAMILY_LINES]
-LANGUAGE_ROWS = [line for line in LLM_ROWS if "photo" not in line]
+FAMILY_ROWS, VIDEO_ROWS = (
+    [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in LLM_ROWS if re.search(shown, line)]
+    for shown in ("photo", "clip|frames")
+)
+LANGUAGE_ROWS = [line for line in LLM_ROWS if not re.search("photo|clip|frames", line)]
 
 
 def save_packed(folder: Path, settings: dict[str, Any]) -> None:
@@ -264,26 +266,35 @@ def test_the_step_of_every_kind_of_whisper_hears_the_same(tmp_path: Path) -> Non
 
 def test_the_page_has_a_row_for_every_family() -> None:
     assert [row[1].split("`")[1] for row in FAMILY_ROWS] == [family.architecture for family in FAMILIES.values()]
+    videos = [family.architecture for family in FAMILIES.values() if family.videos]
+    assert [row[1].split("`")[1] for row in VIDEO_ROWS] == videos
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", FAMILY_ROWS, ids=lambda row: row[0])
+@pytest.mark.parametrize("row", [*FAMILY_ROWS, *VIDEO_ROWS], ids=lambda row: row[0])
 def test_the_step_of_a_family_is_checked_and_runs(tmp_path: Path, row: tuple[str, ...]) -> None:
     _, architecture, step, outputs = row
     model = re.findall(r"model: models/(\w+)", step)[0]
     (tmp_path / "models" / model).mkdir(parents=True)
     made = tiny_vision.make(model, tmp_path / "models" / model)
     named = dict(re.findall(r"`(\w+): ([^`]+)`", outputs))
+    types = {"photo": "image", "clip": "'uint8[F, H, W, 3]'", "frames": "'list[image]'", "words": "text"}
+    inputs = {name: type for name, type in types.items() if re.search(rf"\b{name}\b", step)}
     (tmp_path / "p.yaml").write_text(
-        "weftline: 1\nname: p\ninputs: {photo: image, words: text}\n"
+        f"weftline: 1\nname: p\ninputs: {{{', '.join(f'{name}: {type}' for name, type in inputs.items())}}}\n"
         f"outputs: {{{', '.join(f'out_{port}: look.{port}' for port in named)}}}\nsteps: {{{step.strip('`')}}}\n"
     )
     graph = load_file(tmp_path / "p.yaml")
     plan = make_plan(graph, Machine(cores=2, memory_bytes=8 << 30))
     assert {"look", "look_prompt"} <= {one.name for one in plan.steps}
-    values = {"photo": tiny_vision.picture(30, 40), "words": "what is it"}
+    values = {
+        "photo": tiny_vision.picture(30, 40),
+        "clip": tiny_vision.clip(4),
+        "frames": list(tiny_vision.clip(3)),
+        "words": "what is it",
+    }
     with load(tmp_path / "p.yaml").open() as session:
-        found = session.run(**values)
+        found = session.run(**{name: values[name] for name in inputs})
     assert type(made.reference).__name__ == architecture.split("`")[1]
     assert set(found) == {f"out_{port}" for port in named}
     assert found["out_usage"]["prompt_tokens"] > 10

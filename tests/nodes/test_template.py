@@ -230,6 +230,45 @@ def test_pictures_are_shown_in_order(source: str, text: str, shown: list[int]) -
     assert [int(image[0, 0, 0]) for image in images] == shown
 
 
+def clip(value: int) -> np.ndarray:
+    return np.full((2, 4, 3, 3), value, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "images", "videos"),
+    [
+        ("{{ a }}{{ c }}{{ words }}", "\ufffc\ufffbab", [1], [7]),
+        ("{{ videos }} {{ c }}", "\ufffb \ufffb", [], [3, 7]),  # frames in input videos are one video
+        ("{{ frames }}", "\ufffc\ufffc", [3, 4], []),
+        ("{{ clips }}", "\ufffb\ufffb", [], [8, 9]),
+        ("{{ clips[1] }}{{ frames[0] }}", "\ufffb\ufffc", [3], [9]),
+    ],
+)
+def test_videos_are_shown_in_order(source: str, text: str, images: list[int], videos: list[int]) -> None:
+    frames = [picture(3), picture(4)]
+    values = {
+        "a": picture(1), "c": clip(7), "clips": [clip(8), clip(9)], "videos": frames, "frames": frames,
+        "words": "a\ufffbb",
+    }  # fmt: skip
+    node = Template(TemplateConfig(source, images=True, videos=True))
+    node.open(OpenContext(Path()))
+    found = node.run(Batch({name: [value] for name, value in values.items()}))
+    assert found["text"] == [text]
+    assert [int(one[0, 0, 0]) for one in found["images"][0]] == images
+    assert [int(one[0, 0, 0, 0]) for one in found["videos"][0]] == videos
+    assert all(one.ndim == 4 for one in found["videos"][0])
+
+
+def test_frames_of_a_video_have_one_size() -> None:
+    node = Template(TemplateConfig("{{ videos }}", videos=True))
+    node.open(OpenContext(Path()))
+    found = node.run(Batch({"videos": [[picture(1), np.zeros((5, 6, 3), np.uint8)]]}))
+    assert "frames of 3 x 2, 6 x 5 pixels in one video" in str(found["text"][0])
+    ports = Template.ports(TemplateConfig("", videos=True), StepContext(Path())).outputs
+    assert [(port.name, str(port.type)) for port in ports][1:] == [("videos", "list[uint8[?, ?, ?, 3]]")]
+    assert Template.light_output_bytes(TemplateConfig("", videos=True)) is None
+
+
 def test_a_failed_rendering_has_no_pictures() -> None:
     text, images = show("{{ a }}{{ 1 / 0 }}", {"a": picture(1)})
     assert isinstance(text, StepError)

@@ -23,7 +23,7 @@ from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.engine.llm.vision.families import Family
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
 from weftline.engine.llm.vision.layout import ImageLayout
-from weftline.engine.llm.vision.prompt import Pixels, PromptImage, to_prompt_image
+from weftline.engine.llm.vision.prompt import Inputs, Pixels, PromptImage, images_within, runs_at
 from weftline.errors import LimitReached, ModelError
 from weftline.nodes.out_of_memory import is_out_of_memory
 
@@ -33,10 +33,6 @@ FEATURES_PER_CALL_MAX = 8192
 """Most features of one call; one picture alone may have more."""
 PROBE_PIXELS = 32
 """Side of the picture that is encoded when the model opens."""
-
-
-Inputs = Mapping[str, Tensor]
-"""Inputs of the vision encoder for one picture, by name, each with a leading axis to join them at."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +57,7 @@ class _LiveImage:
 class ImageEncoder:
     """Computes features with the vision part of `model`.
 
-    process: returns the encoder's inputs of a picture, uint8 [H, W, 3].
+    process: returns the encoder's inputs of a picture, uint8 [H, W, 3], in a list.
     cache:   features of pictures that no live request has.
     calls:   calls of the vision encoder so far.   encoded: pictures in them.
     held_bytes: bytes of the inputs of pictures that are not encoded yet.
@@ -71,7 +67,7 @@ class ImageEncoder:
         self,
         model: Any,
         family: Family,
-        process: Callable[[np.ndarray], Inputs],
+        process: Callable[[np.ndarray], Sequence[Inputs]],
         layout: ImageLayout,
         cache: FeatureCache,
     ) -> None:
@@ -98,8 +94,9 @@ class ImageEncoder:
         features = self.cache.take(key)
         if features is not None or image.pixels is None:
             return _LiveImage(image.without_pixels(), features=features)
-        self.held_bytes += image.pixels.nbytes
-        return _LiveImage(image.without_pixels(), image.pixels, image.pixels.nbytes)
+        held_bytes = image.pixels.nbytes(image.part)
+        self.held_bytes += held_bytes
+        return _LiveImage(image.without_pixels(), image.pixels, held_bytes)
 
     def release(self, id: int) -> None:
         """Remove the pictures of a request that has ended; features that no other one has go to the cache."""
@@ -186,8 +183,8 @@ class ImageEncoder:
 
     def _black(self, height: int, width: int) -> tuple[list[PromptImage], list[Inputs]]:
         tokens = self._layout.tokens_of(height, width)
-        pixels = Pixels(np.zeros((height, width, 3), np.uint8), self._process)
-        return [to_prompt_image(range(len(tokens.tokens)), tokens, pixels, b"")], [pixels.inputs()]
+        image = PromptImage(runs_at(range(len(tokens.tokens)), tokens), tokens.grid, b"")
+        return [image], list(self._process(np.zeros((height, width, 3), np.uint8)))
 
     def _positions(self, chunks: Sequence[ScheduledChunk], places: Sequence[int], device: Any) -> Tensor:
         """Return int64 [1, rows], or [3, 1, rows] where a sequence has pictures with rows and columns."""
@@ -260,8 +257,10 @@ class ImageEncoder:
 
     def _encode_live(self, group: Sequence[_LiveImage]) -> None:
         """Encode a group and drop its inputs. They are computed here only where features were evicted meanwhile."""
-        inputs = [live.pixels.inputs() for live in group if live.pixels is not None]
-        for live, features in zip(group, self._encode([live.image for live in group], inputs), strict=True):
+        sources = [(live.pixels, live.image.part) for live in group if live.pixels is not None]
+        encoded = self._encode([live.image for live in group], [pixels.inputs(part) for pixels, part in sources])
+        for live, (pixels, part), features in zip(group, sources, encoded, strict=True):
+            pixels.drop(part)
             self.held_bytes -= live.held_bytes
             live.pixels, live.held_bytes, live.features = None, 0, features
 
@@ -287,9 +286,8 @@ def _images_in(chunk: ScheduledChunk) -> Iterator[tuple[FeatureKey, PromptImage]
     """Yield the pictures with features among a chunk's tokens."""
     sequence = chunk.sequence
     if chunk.start < sequence.prompt:
-        for image in sequence.images:
-            if image.overlaps(chunk.start, chunk.start + chunk.count):
-                yield (sequence.own_salt, image.key), image
+        for image in images_within(sequence.images, chunk.start, chunk.start + chunk.count):
+            yield (sequence.own_salt, image.key), image
 
 
 def _shape(image: PromptImage) -> tuple[int, int, tuple[int, int] | None]:

@@ -25,20 +25,22 @@ class Family:
     vision:  name of the vision encoder's config within config.json.
     towers:  supported kinds of vision encoder; empty: the family has one.
     rotary:  positions of picture tokens have three dimensions: time, row and column.
+    videos:  how a video is laid out: a 'grid' of patches over time, or 'frames' with their times in words; '': none.
     """
 
     architecture: str
     layout: str
     towers: tuple[str, ...] = ()
     rotary: bool = False
+    videos: str = ""
 
 
 FAMILIES: Mapping[str, Family] = {
     "llava": Family("LlavaForConditionalGeneration", "fixed", towers=("clip_vision_model", "siglip_vision_model")),
-    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", "grid", rotary=True),
-    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", "grid", rotary=True),
+    "qwen2_vl": Family("Qwen2VLForConditionalGeneration", "grid", rotary=True, videos="grid"),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", "grid", rotary=True, videos="grid"),
     "idefics3": Family("Idefics3ForConditionalGeneration", "tiles"),
-    "smolvlm": Family("SmolVLMForConditionalGeneration", "tiles"),
+    "smolvlm": Family("SmolVLMForConditionalGeneration", "tiles", videos="frames"),
 }
 """Supported families, by the `model_type` of config.json."""
 
@@ -48,9 +50,9 @@ TEXT_ONLY = ("gemma3",)
 _MEDIA_PARTS = ("vision_config", "audio_config", "vision_tower", "mm_vision_tower")
 
 
-def listed() -> str:
-    """Return the supported architectures, for errors."""
-    return ", ".join(family.architecture for family in FAMILIES.values())
+def listed(videos: bool = False) -> str:
+    """Return the supported architectures, for errors. videos: only those with videos."""
+    return ", ".join(family.architecture for family in FAMILIES.values() if family.videos or not videos)
 
 
 def family_of(config: Mapping[str, Any] | None) -> Family | None:

@@ -1,8 +1,11 @@
-"""Layout of a picture in the prompt, from its size alone: which tokens it takes up.
+"""Layout of a picture or a video in the prompt, from its size alone: which tokens it takes up.
 
     fixed   every picture is resized to one size: n features
     grid    resized to a multiple of the patches, its shape kept: rows x columns features
     tiles   cut into tiles of one size, and the whole picture once more: for each tile its features between markers
+
+    video, grid     parts of some frames each, all with a grid of one size: parts x rows x columns features
+    video, frames   a text that counts them, and for each frame its time and the tokens of a picture of one tile
 
 The numbers come from the settings of the model's own image processor and config.json, so that a picture that cannot fit
 the context is refused before its pixels are processed.
@@ -12,8 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol
+
+import numpy as np
 
 from weftline.engine.llm.vision.families import Family
 from weftline.engine.llm.vision.prompt import ImageTokens
@@ -111,7 +117,11 @@ class TileLayout:
 
     def tokens_of(self, height: int, width: int) -> ImageTokens:
         _check_sides(height, width, ASPECT_MAX)
-        tokens = tuple(self.encode(self._text(*self.split(height, width))))
+        return self.tokens_of_tiles(*self.split(height, width))
+
+    def tokens_of_tiles(self, rows: int, columns: int) -> ImageTokens:
+        """Return the tokens of a picture of so many tiles, 0 and 0 for one that is not cut."""
+        tokens = tuple(self.encode(self._text(rows, columns)))
         runs: list[range] = []
         for at, token in enumerate(tokens):
             if token != self.placeholder_id:
@@ -144,6 +154,133 @@ class TileLayout:
         return f"{tiles}\n{whole}"
 
 
+class VideoLayout(Protocol):
+    """Maps the size of a video to its tokens.
+
+    placeholder: the token that its tokens replace.
+    """
+
+    @property
+    def placeholder(self) -> int: ...
+
+    def parts_of(self, frames: int) -> list[range]:
+        """Return the frames of each part."""
+
+    def tokens_of(self, frames: int, height: int, width: int) -> list[ImageTokens]:
+        """Return the tokens at each placeholder of a video; InputError for a size that is not supported.
+
+        Each run is one part.
+        """
+
+    def features_of(self, frames: int, height: int, width: int) -> int:
+        """Return the number of features of a video, without a tokenizer; InputError as above."""
+
+    def times_of(self, frames: int, fps: float) -> list[int]:
+        """Return the position in time of each part, after that of the first."""
+
+    def text_of(self, frames: int, fps: float) -> str:
+        """Return the text that stands for a video in the prompt, with a placeholder for each of `tokens_of`.
+
+        '' where the chat template writes the one placeholder.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class GridVideoLayout:
+    """Videos of Qwen2-VL and Qwen2.5-VL: each part has `part_frames` frames, of which the last one is repeated.
+
+    grid:              layout of a frame.
+    tokens_per_second: distance of parts that are a second apart; None: all parts are 1 apart.
+    pixels_max:        most pixels of all parts together, which limits those of a frame; None: no limit.
+    """
+
+    placeholder: int
+    grid: GridLayout
+    part_frames: int
+    tokens_per_second: float | None = None
+    pixels_max: int | None = None
+
+    def parts_of(self, frames: int) -> list[range]:
+        return [range(at, min(at + self.part_frames, frames)) for at in range(0, frames, self.part_frames)]
+
+    def tokens_of(self, frames: int, height: int, width: int) -> list[ImageTokens]:
+        one = self._grid_of(frames).tokens_of(height, width)
+        each, parts = len(one.tokens), len(self.parts_of(frames))
+        runs = tuple(range(at * each, (at + 1) * each) for at in range(parts))
+        return [ImageTokens((self.placeholder,) * (each * parts), runs, one.grid)]
+
+    def features_of(self, frames: int, height: int, width: int) -> int:
+        return self._grid_of(frames).features_of(height, width) * len(self.parts_of(frames))
+
+    def times_of(self, frames: int, fps: float) -> list[int]:
+        """Return the positions of `Qwen2_5_VLModel.get_rope_index`, which computes them in float32."""
+        count = len(self.parts_of(frames))
+        if self.tokens_per_second is None:
+            return list(range(count))
+        distance = np.float32(self.tokens_per_second) * np.float32(self.part_frames / fps)
+        return [int(time) for time in np.arange(count, dtype=np.float32) * distance]
+
+    def text_of(self, frames: int, fps: float) -> str:
+        return ""
+
+    def _grid_of(self, frames: int) -> GridLayout:
+        if self.pixels_max is None:
+            return self.grid
+        share = min(self.grid.pixels_max, self.pixels_max * self.part_frames // frames)
+        return replace(self.grid, pixels_max=max(share, int(self.grid.pixels_min * 1.05)))
+
+
+@dataclass(frozen=True, slots=True)
+class FrameVideoLayout:
+    """Videos of SmolVLM: each frame is a picture of one tile, with its time before it."""
+
+    tiles: TileLayout
+
+    @property
+    def placeholder(self) -> int:
+        return self.tiles.placeholder_id
+
+    def parts_of(self, frames: int) -> list[range]:
+        return [range(at, at + 1) for at in range(frames)]
+
+    def tokens_of(self, frames: int, height: int, width: int) -> list[ImageTokens]:
+        _check_sides(height, width, ASPECT_MAX)
+        return [self.tiles.tokens_of_tiles(0, 0)] * frames
+
+    def features_of(self, frames: int, height: int, width: int) -> int:
+        _check_sides(height, width, ASPECT_MAX)
+        return frames * self.tiles.count
+
+    def times_of(self, frames: int, fps: float) -> list[int]:
+        return [0] * frames
+
+    def text_of(self, frames: int, fps: float) -> str:
+        """Return the text of `SmolVLMProcessor.replace_video_token`, whose duration is the time of the last frame."""
+        seconds = [at / fps for at in range(frames)]
+        length = timedelta(seconds=int(seconds[-1]))
+        intro = f"You are provided the following series of {in_words(frames)} frames from a {length} [H:MM:SS] video.\n"
+        shown = (f"\nFrame from {int(at // 60):02d}:{int(at % 60):02d}:{self.tiles.placeholder}" for at in seconds)
+        return f"{intro}{''.join(shown)}\n\n"
+
+
+_SMALL = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+def in_words(number: int) -> str:
+    """Return a number from 0 to 999 in English words, as package num2words writes it."""
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        tens, rest = divmod(number, 10)
+        return _TENS[tens] + (f"-{_SMALL[rest]}" if rest else "")
+    hundreds, rest = divmod(number, 100)
+    return f"{_SMALL[hundreds]} hundred" + (f" and {in_words(rest)}" if rest else "")
+
+
 def _check_sides(height: int, width: int, aspect_max: int) -> None:
     """Raise InputError for a picture without pixels, or one that is too thin."""
     found = f"found a picture of {width} x {height} pixels"
@@ -170,6 +307,19 @@ def layout_of(family: Family, config: Any, processor: Any, placeholder: str, enc
         return rows, columns
 
     return TileLayout(placeholder, count, split, encode, id, int(processor.size["longest_edge"]))
+
+
+def video_layout_of(family: Family, config: Any, processor: Any, layout: ImageLayout) -> VideoLayout:
+    """Return the layout of a model's videos. processor: its video processor. layout: that of its pictures."""
+    if isinstance(layout, TileLayout):
+        return FrameVideoLayout(layout)
+    size, frames = processor.size, int(processor.temporal_patch_size)
+    side = int(processor.patch_size) * int(processor.merge_size)
+    grid = GridLayout(int(config.video_token_id), side, int(size["shortest_edge"]), int(size["longest_edge"]))
+    capped = bool(getattr(processor, "cap_pixels_per_frame", False))
+    pixels_max = int(processor.max_video_tokens * side * side * 0.9) if capped else None
+    per_second = getattr(config.vision_config, "tokens_per_second", None)
+    return GridVideoLayout(grid.placeholder, grid, frames, per_second, pixels_max)
 
 
 def _fixed_count(config: Any, processor: Any) -> int:

@@ -8,6 +8,15 @@ A text token has its position three times. A picture's tokens share a time, and 
     0     1     2  3  4  2  3  4      (column)   5
 
 A picture thus advances the position by less than its number of tokens; `shift` is the difference for all later ones.
+
+The parts of a video follow each other in time, at distances of the model, and share rows and columns:
+
+    video of 3 parts of 1 x 2 tokens, 2 apart          text
+    2  2  4  4  6  6                          (time)   4
+    2  2  2  2  2  2                          (row)    4
+    2  3  2  3  2  3                          (column) 4
+
+As in transformers' `generate` (5.23), the text continues after the longer side of a part, not after the video's time.
 """
 
 from __future__ import annotations
@@ -24,16 +33,16 @@ class RotaryPositions:
 
     def __init__(self, images: Sequence[PromptImage]) -> None:
         parts: list[np.ndarray] = []
-        known = position = 0
+        known = position = first = 0
         for image in images:
             rows, columns = image.grid or (1, image.features)
-            start = image.start
-            parts.append(_line(position, start - known))
-            position += start - known
+            if image.part == 0:
+                parts.append(_line(position, image.start - known))
+                first = position + image.start - known
             row, column = np.divmod(np.arange(rows * columns), columns)
-            parts.append(position + np.stack([np.zeros_like(row), row, column]))
-            known = start + rows * columns
-            position += max(rows, columns)
+            parts.append(first + np.stack([np.full_like(row, image.time), row, column]))
+            known = image.start + rows * columns
+            position = first + max(rows, columns)
         self._known = np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), np.int64)
         self.shift = position - known
 

@@ -1,4 +1,4 @@
-"""Pictures inside a prompt's tokens.
+"""Pictures and videos inside a prompt's tokens.
 
 A chat template writes one placeholder token for each picture. `expand` replaces it by the tokens that the picture takes
 up, and returns where the features of the vision encoder go:
@@ -6,12 +6,14 @@ up, and returns where the features of the vision encoder go:
     rendered   [user, <image>, what, is, it]
     expanded   [user, <image>, <image>, <image>, <image>, what, is, it]      runs: [range(1, 5)]
 
-A picture of several tiles has a run for each. Nothing here imports a framework.
+A picture of several tiles has a run for each. A video is a sequence of pictures, its parts: the encoder computes each
+by itself, so that a long video needs no more memory in a call. Nothing here imports a framework.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +27,8 @@ class ImageTokens:
 
     tokens: all of them.
     runs:   which of them have features, as ranges of indices in `tokens`.
-    grid:   rows and columns of the features, for positions in three dimensions; None without.
+    grid:   rows and columns of the features of a picture, or of each run of a video, for positions in three dimensions;
+            None without.
     """
 
     tokens: tuple[int, ...]
@@ -33,44 +36,59 @@ class ImageTokens:
     grid: tuple[int, int] | None = None
 
 
-class Pixels:
-    """A picture for the vision encoder: its pixels, uint8 [H, W, 3], then what the image processor makes of them.
+Inputs = Mapping[str, Any]
+"""Inputs of the vision encoder for one picture, by name: tensors with a leading axis to join them at."""
 
-    process: returns the encoder's inputs by name, as tensors.
+
+class Pixels:
+    """A picture, uint8 [H, W, 3], or the frames of a video, [N, H, W, 3], until the vision encoder has read them.
+
+    process: returns the encoder's inputs of the picture, or of each part of the video.
+    parts:   how many there are.
     """
 
-    def __init__(self, pixels: np.ndarray, process: Callable[[np.ndarray], Mapping[str, Any]]) -> None:
+    def __init__(self, pixels: np.ndarray, process: Callable[[np.ndarray], Sequence[Inputs]], parts: int = 1) -> None:
         self._pixels: np.ndarray | None = pixels
         self._process = process
-        self._inputs: Mapping[str, Any] = {}
+        self._parts: list[Inputs] = []
+        self._count = parts
 
-    def inputs(self) -> Mapping[str, Any]:
-        """Return the encoder's inputs; the first call computes them and drops the pixels."""
+    def inputs(self, part: int = 0) -> Inputs:
+        """Return the encoder's inputs of a part; the first call computes all of them and drops the pixels."""
         if self._pixels is not None:
-            self._inputs = self._process(self._pixels)
+            self._parts = list(self._process(self._pixels))
             self._pixels = None
-        return self._inputs
+        return self._parts[part]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of what is kept."""
-        return self._pixels.nbytes if self._pixels is not None else sum(one.nbytes for one in self._inputs.values())
+    def drop(self, part: int = 0) -> None:
+        """Drop the inputs of a part that is encoded."""
+        self._parts[part] = {}
+
+    def nbytes(self, part: int = 0) -> int:
+        """Return the bytes that are kept for a part."""
+        if self._pixels is not None:
+            return self._pixels.nbytes // self._count
+        return sum(one.nbytes for one in self._parts[part].values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """A picture of a prompt.
+    """A picture of a prompt, or a part of a video.
 
     runs:   ranges of prompt tokens that have its features, in order.
     grid:   rows and columns of its features, for positions in three dimensions; None without.
     key:    hash of its pixels and of the settings that process them.
     pixels: what is encoded; None once the encoder holds it.
+    part:   its number in the video; 0 for a picture.
+    time:   its position in time, after that of the video's first part.
     """
 
     runs: tuple[range, ...]
     grid: tuple[int, int] | None
     key: bytes
     pixels: Pixels | None = None
+    part: int = 0
+    time: int = 0
 
     @property
     def start(self) -> int:
@@ -105,31 +123,32 @@ class PromptImage:
         return any(True for _ in self.within(start, stop))
 
 
-def expand(ids: Sequence[int], placeholder: int, images: Sequence[ImageTokens]) -> tuple[list[int], list[range]]:
-    """Return the prompt with each placeholder replaced by its picture's tokens, and where each picture is.
+def expand(ids: Sequence[int], items: Mapping[int, Sequence[ImageTokens]]) -> tuple[list[int], dict[int, list[range]]]:
+    """Return the prompt with each placeholder replaced by its tokens, and the ranges of these by placeholder.
 
-    ValueError: another number of placeholders than of pictures.
+    items: the tokens of each occurrence of a placeholder, in order.
+
+    ValueError: a placeholder occurs more or less often.
     """
-    found = sum(token == placeholder for token in ids)
-    if found != len(images):
-        raise ValueError(f"{found} placeholders for {len(images)} pictures")
-    following = iter(images)
+    for placeholder, own in items.items():
+        if (found := sum(token == placeholder for token in ids)) != len(own):
+            raise ValueError(f"{found} placeholders for {len(own)} pictures or videos")
+    following = {placeholder: iter(own) for placeholder, own in items.items()}
+    spans: dict[int, list[range]] = {placeholder: [] for placeholder in items}
     tokens: list[int] = []
-    spans: list[range] = []
     for token in ids:
-        if token != placeholder:
+        if token not in following:
             tokens.append(token)
             continue
-        own = next(following).tokens
-        spans.append(range(len(tokens), len(tokens) + len(own)))
-        tokens += own
+        one = next(following[token]).tokens
+        spans[token].append(range(len(tokens), len(tokens) + len(one)))
+        tokens += one
     return tokens, spans
 
 
-def to_prompt_image(span: range, tokens: ImageTokens, pixels: Pixels, key: bytes) -> PromptImage:
-    """Return a picture at `span` of a prompt."""
-    runs = tuple(range(span.start + run.start, span.start + run.stop) for run in tokens.runs)
-    return PromptImage(runs, tokens.grid, key, pixels)
+def runs_at(span: range, tokens: ImageTokens) -> tuple[range, ...]:
+    """Return the ranges of prompt tokens with features, of tokens at `span` of the prompt."""
+    return tuple(range(span.start + run.start, span.start + run.stop) for run in tokens.runs)
 
 
 def content_key(pixels: np.ndarray, settings: bytes) -> bytes:
@@ -140,7 +159,16 @@ def content_key(pixels: np.ndarray, settings: bytes) -> bytes:
     return found.digest()
 
 
+def images_within(images: Sequence[PromptImage], start: int, stop: int) -> Iterator[PromptImage]:
+    """Yield the pictures with features among the tokens from `start` to before `stop`; `images` are in order."""
+    for at in range(bisect_right(images, start, key=lambda image: image.stop), len(images)):
+        if images[at].start >= stop:
+            return
+        if images[at].overlaps(start, stop):
+            yield images[at]
+
+
 def page_key(images: Sequence[PromptImage], start: int, stop: int) -> bytes:
     """Return what a page's key has besides its tokens: the pictures whose features are in it; b'' for none."""
-    inside = [image for image in images if image.overlaps(start, stop)]
-    return b"".join(image.key + f"{image.start}:{image.stop};".encode() for image in inside)
+    inside = images_within(images, start, stop)
+    return b"".join(image.key + f"{image.start}:{image.stop}:{image.time};".encode() for image in inside)

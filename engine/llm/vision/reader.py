@@ -1,16 +1,14 @@
-"""Reads the pictures of a request and lays them out in its prompt.
+"""Reads the pictures and videos of a request and lays them out in its prompt.
 
-`take` decodes and processes the pictures, and may run beside the rounds; `lay_out` needs the tokenizer. A picture is
-processed unless its features are known already. One that cannot fit the context is refused before.
+`take` decodes and processes them, and may run beside the rounds; `lay_out` needs the tokenizer. A picture is processed
+unless its features are known already. One that cannot fit the context is refused before.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,67 +18,102 @@ from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.tokens import Tokens
 from weftline.engine.llm.vision.encoder import ImageEncoder
-from weftline.engine.llm.vision.families import FAMILIES
+from weftline.engine.llm.vision.families import FAMILIES, Family, listed
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
-from weftline.engine.llm.vision.layout import ImageLayout, layout_of
+from weftline.engine.llm.vision.layout import ImageLayout, VideoLayout, layout_of, video_layout_of
 from weftline.engine.llm.vision.messages import (
+    NO_MARKS,
+    Marks,
+    Video,
     check_count,
-    free_mark,
-    has_images,
+    free_marks,
+    in_order,
     mark_messages,
     mark_prompt,
+    read_videos,
+    refuse_videos,
+    shows_media,
 )
 from weftline.engine.llm.vision.ports import check_options
-from weftline.engine.llm.vision.prompt import Pixels, PromptImage, content_key, expand, to_prompt_image
+from weftline.engine.llm.vision.processing import ImageProcessor, VideoProcessor, load_processor, settings_of
+from weftline.engine.llm.vision.prompt import (
+    ImageTokens,
+    Inputs,
+    Pixels,
+    PromptImage,
+    content_key,
+    expand,
+    runs_at,
+)
 from weftline.errors import InputError, LimitReached, ModelError, RequestCancelled
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.hugging_face import fetch_folder, read_json, reason_without_path
+from weftline.nodes.hugging_face import fetch_folder, read_json
 
 HELD_BYTES_MAX = 1 << 30
 """Bytes of pictures that wait for the encoder above which further ones are refused: a small file may become 48 MB."""
 
-Encode = Callable[[Mapping[str, Any], str], list[int]]
-"""From inputs `prompt` or `messages` with marks, and the mark, to the prompt's tokens."""
+Encode = Callable[[Mapping[str, Any], Marks], list[int]]
+"""From inputs `prompt` or `messages` with marks, and the marks, to the prompt's tokens."""
+Process = Callable[[np.ndarray], Sequence[Inputs]]
+"""From a picture, or the frames of a video, to the vision encoder's inputs of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
-class TakenPicture:
-    """A picture of a request. key: hash of its content."""
+class TakenMedium:
+    """A picture or a video of a request.
+
+    keys:   hash of the content of each part; of a picture there is one.
+    frames: number of frames of a video; 0 for a picture.
+    """
 
     height: int
     width: int
-    key: bytes
+    keys: tuple[bytes, ...]
     pixels: Pixels
+    frames: int = 0
+    fps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A request's inputs with a mark for each picture.
+    """A request's inputs with a mark for each picture and video.
 
-    pictures: in order.
+    media: these, in order.
     """
 
     inputs: Mapping[str, Any]
-    mark: str = ""
-    pictures: tuple[TakenPicture, ...] = ()
+    marks: Marks = NO_MARKS
+    media: tuple[TakenMedium, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VideoReader:
+    """Videos of requests to one model; fields as in `ImageReader`."""
+
+    layout: VideoLayout
+    process: Process
+    settings: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Pictures of requests to one model.
+    """Pictures and videos of requests to one model.
 
     layout:      tokens of a picture.   placeholder: the token that the chat template writes for it.
-    process:     returns the vision encoder's inputs of a picture.   settings: hash of what determines them.
+    process:     returns the vision encoder's inputs.   settings: hash of what determines them.
     context_max: most tokens of a prompt and its answer.
+    videos:      None for a model of pictures alone.   no_videos: why, for errors.
     knows:       returns whether a picture need not be processed, by the salt of its caller and its key.
     held_bytes:  returns the bytes of the pictures of live requests that are not encoded yet.
     """
 
     layout: ImageLayout
     placeholder: int
-    process: Callable[[np.ndarray], Mapping[str, Any]]
+    process: Process
     settings: bytes
     context_max: int
+    videos: VideoReader | None = None
+    no_videos: str = ""
     knows: Callable[[FeatureKey], bool] = lambda key: False
     held_bytes: Callable[[], int] = lambda: 0
 
@@ -91,42 +124,83 @@ class ImageReader:
     def take(
         self, inputs: Mapping[str, Any], salt: bytes = b"", cancelled: Callable[[], bool] = lambda: False
     ) -> Taken:
-        """Return a request's inputs with marks for pictures, and these, decoded and processed.
+        """Return a request's inputs with marks for pictures and videos, and these, decoded and processed.
 
         May run in another thread. salt: separates the features of callers. cancelled: ends it between two pictures.
         InputError, LimitReached: the request is refused.
         """
-        found = inputs.get("images")
-        given = [found] if isinstance(found, np.ndarray) else list(found or ())  # of type image, or list[image]
-        check_count(len(given), "images")
-        prompt, messages = inputs.get("prompt"), inputs.get("messages")
-        if not given and not has_images(messages):
+        if not shows_media(inputs):
             return Taken(inputs)
+        if self.videos is None:
+            refuse_videos(inputs, self.no_videos)
         self._check_held()
-        mark = free_mark([prompt, messages])
+        found = inputs.get("images")
+        images = [found] if isinstance(found, np.ndarray) else list(found or ())  # of type image, or list[image]
+        check_count(len(images), "images")
+        videos = read_videos(inputs)
+        prompt, messages = inputs.get("prompt"), inputs.get("messages")
+        marks = free_marks([prompt, messages])
         if isinstance(messages, list):
-            marked, pictures = mark_messages(messages, given, mark)
+            marked, media = mark_messages(messages, images, videos, marks)
             shown = {**inputs, "messages": marked}
         else:
-            pictures = given
-            texts = mark_prompt(prompt, len(given), mark) if isinstance(prompt, str) and prompt else prompt
-            shown = {**inputs, "prompt": texts}
-        self._check_sizes(pictures, "images" if messages is None else "messages")
-        return Taken(shown, mark, tuple(self._processed(pictures, salt, cancelled)))
+            text = (
+                mark_prompt(prompt, len(images), len(videos), marks) if isinstance(prompt, str) and prompt else prompt
+            )
+            media = in_order(text, marks, images, videos)
+            shown = {**inputs, "prompt": text}
+        self._check_sizes(media, "images" if messages is None else "messages")
+        return Taken(shown, marks, tuple(self._processed(media, salt, cancelled)))
 
     def lay_out(self, taken: Taken, encode: Encode) -> tuple[list[int], tuple[PromptImage, ...]]:
-        """Return the tokens of a prompt, and its pictures in it."""
-        ids = encode(taken.inputs, taken.mark)
-        if not taken.pictures:
-            return self._without(ids), ()
-        laid_out = [self.layout.tokens_of(one.height, one.width) for one in taken.pictures]
+        """Return the tokens of a prompt, and its pictures and parts of videos in it."""
+        ids = encode(taken.inputs, replace(taken.marks, video_texts=self._video_texts(taken.media)))
+        laid_out = self._tokens_of(taken.media)
+        if not taken.media:
+            if not laid_out.keys().isdisjoint(ids):
+                raise InputError("messages: the model's chat template shows a picture, and the request has none")
+            return ids, ()
         try:
-            tokens, spans = expand(ids, self.placeholder, laid_out)
+            tokens, spans = expand(ids, {key: [one for one, _ in own] for key, own in laid_out.items()})
         except ValueError as error:
             raise InputError(f"messages: the model's chat template writes {error}", param="messages") from None
-        self._check_length(f"{len(tokens)}", len(tokens), len(laid_out))
-        every = zip(spans, laid_out, taken.pictures, strict=True)
-        return tokens, tuple(to_prompt_image(span, one, picture.pixels, picture.key) for span, one, picture in every)
+        self._check_length(f"{len(tokens)}", len(tokens), taken.media)
+        times = [self._times_of(one) for one in taken.media]
+        images: list[PromptImage] = []
+        placed: Counter[int] = Counter()  # parts of each medium, by its place
+        for placeholder, own in laid_out.items():
+            for span, (one, place) in zip(spans[placeholder], own, strict=True):
+                medium, runs = taken.media[place], runs_at(span, one)
+                for part_runs in [(run,) for run in runs] if medium.frames else [runs]:
+                    part = placed[place]
+                    made = (part_runs, one.grid, medium.keys[part], medium.pixels, part, times[place][part])
+                    images.append(PromptImage(*made))
+                    placed[place] += 1
+        return tokens, tuple(sorted(images, key=lambda image: image.start))
+
+    def _times_of(self, one: TakenMedium) -> list[int]:
+        """Return the position in time of each part; see `PromptImage`."""
+        return self.videos.layout.times_of(one.frames, one.fps) if self.videos is not None and one.frames else [0]
+
+    def _video_texts(self, media: Sequence[TakenMedium]) -> tuple[str, ...]:
+        """Return the texts of videos, for a model that has such; none otherwise."""
+        if self.videos is None:
+            return ()
+        texts = [self.videos.layout.text_of(one.frames, one.fps) for one in media if one.frames]
+        return tuple(text for text in texts if text)
+
+    def _tokens_of(self, media: Sequence[TakenMedium]) -> dict[int, list[tuple[ImageTokens, int]]]:
+        """Return the tokens at each occurrence of a placeholder, with the place of their medium."""
+        found: dict[int, list[tuple[ImageTokens, int]]] = {self.placeholder: []}
+        if self.videos is not None:
+            found.setdefault(self.videos.layout.placeholder, [])
+        for place, one in enumerate(media):
+            if self.videos is not None and one.frames:
+                layout = self.videos.layout
+                found[layout.placeholder] += [(t, place) for t in layout.tokens_of(one.frames, one.height, one.width)]
+            else:
+                found[self.placeholder].append((self.layout.tokens_of(one.height, one.width), place))
+        return found
 
     def _check_held(self) -> None:
         held = self.held_bytes()
@@ -134,44 +208,61 @@ class ImageReader:
             found = f"pictures of requests inside take {held} bytes, and the limit is {HELD_BYTES_MAX}"
             raise LimitReached(f"{found}; send it again when some are encoded")
 
-    def _check_sizes(self, pictures: Sequence[np.ndarray], param: str) -> None:
+    def _check_sizes(self, media: Sequence[np.ndarray | Video], param: str) -> None:
         """Raise InputError for a picture of an unsupported size, and for pictures that cannot fit the context."""
-        try:
-            count = sum(self.layout.features_of(*pixels.shape[:2]) for pixels in pictures)
-        except InputError as error:
-            raise InputError(f"{param}: {error}", param=param) from None
-        self._check_length(f"at least {count}", count, len(pictures))
+        count = 0
+        for one in media:
+            try:
+                if not isinstance(one, Video):
+                    count += self.layout.features_of(*one.shape[:2])
+                elif self.videos is not None:
+                    count += self.videos.layout.features_of(*one.frames.shape[:3])
+            except InputError as error:
+                where = "videos" if isinstance(one, Video) else param
+                raise InputError(f"{where}: {error}", param=where) from None
+        self._check_length(f"at least {count}", count, media)
 
-    def _check_length(self, shown: str, tokens: int, pictures: int) -> None:
+    def _check_length(self, shown: str, tokens: int, media: Sequence[Any]) -> None:
         if tokens >= self.context_max:
-            found = f"found {shown} tokens with those of {pictures} pictures"
+            found = (
+                f"found {shown} tokens with those of {len(media)} pictures{' or videos' * (self.videos is not None)}"
+            )
             raise InputError(f"prompt: {found}, expected at most {self.context_max - 1}; shorten it", param="prompt")
 
     def _processed(
-        self, pictures: Sequence[np.ndarray], salt: bytes, cancelled: Callable[[], bool]
-    ) -> Iterator[TakenPicture]:
+        self, media: Sequence[np.ndarray | Video], salt: bytes, cancelled: Callable[[], bool]
+    ) -> Iterator[TakenMedium]:
         seen: set[bytes] = set()
-        for pixels in pictures:
+        for one in media:
             if cancelled():
                 raise RequestCancelled("the request was cancelled while its pictures were processed")
-            key = content_key(pixels, self.settings)
-            height, width = pixels.shape[:2]
-            taken = TakenPicture(height, width, key, Pixels(pixels, self.process))
-            if key not in seen and not self.knows((salt, key)):
+            taken = self._keyed_video(one) if isinstance(one, Video) else self._keyed(one)
+            if not all(key in seen or self.knows((salt, key)) for key in taken.keys):
                 taken.pixels.inputs()
-            seen.add(key)
+            seen.update(taken.keys)
             yield taken
 
-    def _without(self, ids: list[int]) -> list[int]:
-        if self.placeholder in ids:
-            raise InputError("messages: the model's chat template shows a picture, and the request has none")
-        return ids
+    def _keyed(self, pixels: np.ndarray) -> TakenMedium:
+        """Return a picture with the hash of its content."""
+        height, width = pixels.shape[:2]
+        return TakenMedium(height, width, (content_key(pixels, self.settings),), Pixels(pixels, self.process))
+
+    def _keyed_video(self, video: Video) -> TakenMedium:
+        """Return a video with the hashes of its parts' content."""
+        if self.videos is None:
+            raise RuntimeError("videos are refused by a model of pictures alone")
+        count, height, width = video.frames.shape[:3]
+        parts = self.videos.layout.parts_of(count)
+        each = self.videos.layout.features_of(count, height, width) // len(parts)  # may depend on the number of frames
+        settings = self.videos.settings + f"{each}".encode()
+        keys = tuple(content_key(video.frames[part.start : part.stop], settings) for part in parts)
+        return TakenMedium(height, width, keys, Pixels(video.frames, self.videos.process, len(parts)), count, video.fps)
 
 
 def open_reader(
     runner: Runner, tokens: Tokens, source: str | Path, base_dir: Path, options: LlmConfig
 ) -> ImageReader | None:
-    """Prepare an opened model for pictures, and return what reads them; None for a model of texts.
+    """Prepare an opened model for pictures and videos, and return what reads them; None for a model of texts.
 
     ModelError when the folder lacks settings of the image processor, or they disagree with the model.
     """
@@ -184,7 +275,7 @@ def open_reader(
         check_options(options)  # a model that was just downloaded
     except ConfigError as error:
         raise ModelError(f"{error.option}: {error.found}, expected {error.expected}") from None
-    processor = _load_processor(source, shown)
+    processor = load_processor(source, shown)
     placeholder = int(config.image_token_id)
     tokens.image_token = tokens.tokenizer.convert_ids_to_tokens(placeholder) or ""
     try:
@@ -192,44 +283,43 @@ def open_reader(
         _use_template_of_processor(tokens, shown, base_dir)
         _check_template(tokens, placeholder)
         layout = layout_of(family, config, processor, tokens.image_token, tokens.encode_control)
-        process = partial(process_image, processor, runner.model.dtype)
+        process = ImageProcessor(processor, runner.model.dtype)
         encoder = ImageEncoder(runner.model, family, process, layout, FeatureCache(options.image_cache_bytes))
         encoder.check()
     except ModelError as error:
         raise ModelError(f"model {shown}: {error}") from None
     runner.vision = encoder
-    settings = _settings(processor, config.model_type)
-    return ImageReader(layout, placeholder, process, settings, runner.context_max, encoder.knows)
-
-
-def process_image(processor: Any, dtype: Any, pixels: np.ndarray) -> dict[str, Any]:
-    """Return the vision encoder's inputs of a picture, uint8 [H, W, 3]: tensors with a leading axis to join them at."""
-    import torch
-
-    found = processor(images=[torch.tensor(pixels)], input_data_format="channels_last", return_tensors="pt")
-    given = {name: found[name] for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask") if name in found}
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
-
-
-def _load_processor(source: str | Path, shown: str) -> Any:
-    from transformers import AutoImageProcessor
-
+    settings = settings_of(processor, config.model_type)
+    reader = ImageReader(layout, int(config.image_token_id), process, settings, runner.context_max, knows=encoder.knows)
+    if not family.videos:
+        return replace(reader, no_videos=f"{shown} reads pictures alone; videos need one of {listed(videos=True)}")
     try:
-        return AutoImageProcessor.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:  # transformers raises many kinds of errors
-        reason = reason_without_path(error, source, shown)
-        raise ModelError(f"model {shown}: its image processor cannot be loaded: {reason}") from None
+        return replace(reader, videos=_open_videos(runner, tokens, source, shown, family, layout))
+    except ModelError as error:  # such as a missing torchvision: pictures can be read without it
+        return replace(reader, no_videos=str(error))
 
 
-def _settings(processor: Any, model_type: str) -> bytes:
-    """Return the hash of an image processor's settings and of the form of its implementation."""
-    settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
-    return hashlib.sha256(f"{model_type} {type(processor).__name__} {settings}".encode()).digest()
+def _open_videos(
+    runner: Runner, tokens: Tokens, source: str | Path, shown: str, family: Family, layout: ImageLayout
+) -> VideoReader:
+    """Prepare a model for videos; ModelError where its video processor cannot be used."""
+    config = runner.model.config
+    processor = load_processor(source, shown, video=True)
+    if family.videos == "frames":
+        from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
+
+        tokens.video_token, tokens.video_template = "<video>", DEFAULT_CHAT_TEMPLATE
+    else:
+        tokens.video_token = tokens.tokenizer.convert_ids_to_tokens(int(config.video_token_id)) or ""
+        _check_placeholder(tokens, int(config.video_token_id), runner.vocabulary, "video")
+    process = VideoProcessor(processor, runner.model.dtype)
+    found = video_layout_of(family, config, processor, layout)
+    return VideoReader(found, process, settings_of(processor, config.model_type))
 
 
-def _check_placeholder(tokens: Tokens, placeholder: int, vocabulary: int) -> None:
+def _check_placeholder(tokens: Tokens, placeholder: int, vocabulary: int, kind: str = "image") -> None:
     if not tokens.is_control(placeholder) or placeholder >= vocabulary:
-        found = f"image_token_id {placeholder} ({tokens.image_token!r:.40})"
+        found = f"{kind}_token_id {placeholder} ({tokens.tokenizer.convert_ids_to_tokens(placeholder)!r:.40})"
         raise ModelError(f"{found} is not a special token of its tokenizer within its vocabulary of {vocabulary}")
 
 
@@ -248,7 +338,7 @@ def _check_template(tokens: Tokens, placeholder: int) -> None:
     if not tokens.has_template:
         return
     try:
-        ids = tokens.chat([{"role": "user", "content": "\ue000?"}], mark="\ue000")
+        ids = tokens.chat([{"role": "user", "content": "\ue000?"}], media=Marks("\ue000"))
     except InputError as error:
         raise ModelError(f"its chat template cannot be used with pictures: {error}") from None
     if ids.count(placeholder) != 1:

@@ -144,7 +144,10 @@ def test_the_name_of_the_made_step_must_be_free(catalog) -> None:
     assert [(one.path, one.fix) for one in problems] == [("steps.last.prompt", "rename last_prompt")]
 
 
-PICTURES = "inputs: {photo: image, photos: 'list[image]', note: text, boxes: json}\nsteps:\n"
+PICTURES = (
+    "inputs: {photo: image, photos: 'list[image]', note: text, boxes: json, clip: 'uint8[?, ?, ?, 3]', "
+    "clips: 'list[uint8[F, 4, 4, 3]]', batch: 'uint8[?, 3, ?, ?]'}\nsteps:\n"
+)
 CUT = "  cut: {node: crop, inputs: {image: photo, detections: boxes}}\n"
 
 
@@ -171,6 +174,33 @@ def test_pictures_in_a_prompt_pass_through_its_template(step: str, wired: dict[s
     assert template.options["images"] is True
     assert template.inputs == wired
     assert llm.inputs == {"prompt": Wire("say_prompt", "text"), "images": Wire("say_prompt", "images")}
+
+
+@pytest.mark.parametrize(
+    ("step", "wired"),
+    [
+        ("prompt: 'See {{ clip }}: {{ note }}'", {"clip": Wire(None, "clip"), "note": Wire(None, "note")}),
+        ("prompt: '{{ clips }} {{ batch }}'", {"clips": Wire(None, "clips"), "batch": Wire(None, "batch")}),
+        ("prompt: '{{ videos }}?', inputs: {videos: photos}", {"videos": Wire(None, "photos")}),
+    ],
+)
+def test_videos_in_a_prompt_pass_through_its_template(step: str, wired: dict[str, Wire]) -> None:
+    template, llm, report = expanded(step)
+    assert report.problems == []
+    assert template.options["videos"] is True and "images" not in template.options
+    assert template.inputs == wired
+    assert llm.inputs == {"prompt": Wire("say_prompt", "text"), "videos": Wire("say_prompt", "videos")}
+
+
+def test_a_prompt_may_show_pictures_and_videos() -> None:
+    template, llm, report = expanded("prompt: '{{ clip }} {{ photo }}', inputs: {fps: {value: 2}}")
+    assert report.problems == []
+    assert template.options["videos"] is True and template.options["images"] is True
+    assert {"prompt", "images", "videos", "fps"} == set(llm.inputs)
+    _, _, report = expanded("prompt: '{{ clip }}', inputs: {videos: photos}")
+    (problem,) = report.problems
+    assert (problem.path, problem.fix) == ("steps.say.prompt", "show {{ videos }} there too")
+    assert "clip" in problem.found
 
 
 def test_a_mapped_prompt_has_pictures_for_each_item() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.llm.vision.tiny_vision import FAMILIES, TinyVision, asked, picture
+from tests.engine.llm.vision.tiny_vision import FAMILIES, Clip, TinyVision, asked, picture
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion.probe import PROBE_ROWS, probe_inputs
 from weftline.engine.llm.node import Llm
@@ -18,7 +18,10 @@ from weftline.engine.llm.request import LlmRequestOptions
 from weftline.nodes.contract import OpenContext
 
 TOKENS = 8
-Request = tuple[list[dict[str, Any]], Sequence[np.ndarray]]
+Request = (
+    tuple[list[dict[str, Any]], Sequence[np.ndarray]] | tuple[list[dict[str, Any]], Sequence[np.ndarray], list[Clip]]
+)
+"""Messages, pictures, and videos with their frames per second."""
 ONE: Request = (asked(None, "what is it"), [picture()])
 TWO: Request = (asked("look ", None, " and then ", None, "what is it"), [picture(seed=1), picture(40, 28, seed=2)])
 TEXT: Request = (asked("the user asks"), [])
@@ -38,10 +41,21 @@ def engine_of(node: Llm) -> Engine:
     return engine
 
 
+def inputs_of(request: Request) -> dict[str, Any]:
+    """Return the inputs of the node for a request."""
+    videos = [clip for clips in request[2:] for clip in clips]
+    return {
+        "messages": request[0],
+        "images": list(request[1]),
+        "videos": [frames for frames, _ in videos],
+        "fps": [fps for _, fps in videos],
+    }
+
+
 def add(node: Llm, id: int, request: Request, salt: bytes = b"", **params: Any) -> int:
     """Add a request to the engine; return the number of its prompt tokens."""
     assert node._images is not None
-    ids, images = node._images.read({"messages": request[0], "images": list(request[1])}, node._prompt_tokens)
+    ids, images = node._images.read(inputs_of(request), node._prompt_tokens)
     options = LlmRequestOptions(images=images, salt=salt)
     engine_of(node).add(id, ids, SamplingParams(**{"tokens_max": TOKENS, **params}), options)
     return len(ids)
@@ -71,7 +85,7 @@ def answers(node: Llm, requests: Sequence[Request]) -> list[list[int]]:
 
 
 def expected(model: TinyVision, requests: Sequence[Request]) -> list[list[int]]:
-    return [model.answer(*request, TOKENS) for request in requests]
+    return [model.answer(request[0], request[1], TOKENS, *request[2:]) for request in requests]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -97,7 +97,7 @@ def test_inputs_are_dropped_when_the_features_exist(model, monkeypatch):
 
     def watched(pixels: Any) -> Any:
         found = process(pixels)
-        alive.extend(weakref.ref(one) for one in (pixels, *found.values()))
+        alive.extend(weakref.ref(one) for one in (pixels, *found[0].values()))
         return found
 
     node._images = dataclasses.replace(node._images, process=watched)
@@ -169,7 +169,7 @@ def test_short_memory_halves_the_call_and_not_the_answers(model, monkeypatch):
 def test_a_picture_that_fails_fails_its_request_alone(model, monkeypatch, error, named):
     node = opened(model)
     encode = engine_of(node).runner.model.get_image_features
-    bad = node._images.process(OTHER[1][0])["pixel_values"][0]
+    bad = node._images.process(OTHER[1][0])[0]["pixel_values"][0]
 
     def failing(pixel_values: Any, **more: Any) -> Any:
         if (pixel_values == bad).all(1).any():

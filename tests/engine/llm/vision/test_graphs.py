@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.engine.llm.vision.test_answers import ONE, OTHER, TEXT, TOKENS, TWO, add, engine_of, expected, finish, opened
-from tests.engine.llm.vision.tiny_vision import picture
+from tests.engine.llm.vision.test_videos import CLIP, LONG
+from tests.engine.llm.vision.tiny_vision import VIDEO_FAMILIES, picture
 from weftline.engine.llm import startup
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
@@ -39,10 +40,10 @@ def gpu_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "Runner", Opening)
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_answers_are_those_of_transformers(models, family, recorded):
-    model, requests = models(family), [ONE, TEXT, TWO, OTHER]
+    model, requests = models(family), [ONE, TEXT, TWO, OTHER, *([CLIP, LONG] if family in VIDEO_FAMILIES else [])]
     node = opened(model, round_tokens_max=24)
     runner, computed = engine_of(node).runner, list[int]()
     assert isinstance(runner._backend, GpuAttention)

@@ -119,9 +119,10 @@ def test_names_of_control_tokens_in_a_users_text_are_no_pictures(models):
         ({"prompt": PICTURE * 2, "images": [picture()]}, "shows 2 pictures"),
         ({"prompt": "", "images": [picture()]}, "empty"),
         ({"images": [picture()]}, "neither of prompt and messages"),
+        ({"prompt": "a", "images": np.zeros((0, 5, 3), np.uint8)}, "at least one pixel"),
         ({"prompt": "a", "images": [picture(90, 90)] * 20}, "with those of 20 pictures, expected at most 511"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "input images has 0"),
-        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, r"content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "image"}]}]}, r"content[0]"),
         ({"messages": "x", "images": [picture()]}, "messages"),
     ],
 )
@@ -210,7 +211,7 @@ def test_figures_count_pictures(model):
 
 
 def test_a_template_that_shows_a_picture_of_its_own_is_an_error():
-    reader = ImageReader(FixedLayout(5, 2), 5, lambda pixels: {}, b"", 100)
+    reader = ImageReader(FixedLayout(5, 2), 5, lambda pixels: [{}], b"", 100)
     with pytest.raises(InputError, match="shows a picture, and the request has none"):
         reader.read({"prompt": "a"}, lambda inputs, mark: [1, 5])
     with pytest.raises(InputError, match="2 placeholders for 1 pictures"):

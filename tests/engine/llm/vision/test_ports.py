@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engine.llm import tiny
+from tests.engine.llm.vision.tiny_vision import VIDEO_FAMILIES
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.vision.families import FAMILIES, check_family
@@ -41,9 +42,36 @@ def test_only_a_model_for_pictures_has_input_images(models, texts):
     assert all(family.architecture in refused.value.expected for family in FAMILIES.values())
 
 
+@pytest.mark.parametrize(
+    ("wired", "type"),
+    [
+        (None, "list[uint8[?, ?, ?, 3]]"),
+        ("list[image]", "list[image]"),  # frames of one video
+        ("uint8[F, 240, 320, 3]", "uint8[?, ?, ?, 3]"),
+        ("list[uint8[F, H, W, 3]]", "list[uint8[?, ?, ?, 3]]"),
+    ],
+)
+def test_only_a_model_for_videos_has_input_videos(models, texts, wired, type):
+    for family in VIDEO_FAMILIES:
+        folder = models(family).folder
+        types = {} if wired is None else {"videos": PortType.parse(wired)}
+        found = Llm.ports(LlmConfig(model=folder.name), StepContext(folder.parent, tuple(types), types))
+        assert str(found.input("videos").type) == type
+        assert str(found.input("fps").type) == "json"
+    for family, reads in (("llava", "reads pictures and no videos"), ("idefics3", "reads pictures and no videos")):
+        assert ports(models(family).folder).input("videos") is None
+        with pytest.raises(ConfigError) as refused:
+            ports(models(family).folder, "videos")
+        assert reads in refused.value.found
+        assert "input videos: Qwen2VL" in refused.value.expected and "Llava" not in refused.value.expected
+    with pytest.raises(ConfigError, match="reads texts only"):
+        ports(texts, "videos")
+
+
 def test_a_hub_model_that_is_not_here_may_have_pictures(tmp_path):
     found = Llm.ports(LlmConfig(model="someone/unknown-model"), StepContext(tmp_path))
     assert found.input("images") is not None
+    assert found.input("videos") is not None
 
 
 @pytest.mark.parametrize(

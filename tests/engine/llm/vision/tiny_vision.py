@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.video_utils import VideoMetadata
 
 from tests.engine.llm import tiny
 
@@ -29,7 +30,8 @@ _SIGLIP = {key: value for key, value in _CLIP.items() if key != "projection_dim"
 }
 _IDEFICS_VISION = {key: value for key, value in _SIGLIP.items() if key != "model_type"}
 _PARTS = (
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}"
 )
 TEMPLATE = (
@@ -42,6 +44,9 @@ IDEFICS_TOKENS = (
     "<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )  # fmt: skip
+VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "smolvlm")
+Clip = tuple[np.ndarray, float]
+"""A video uint8 [frames, H, W, 3] and its frames in a second."""
 FAMILIES = ("llava", "llava_siglip", "qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm")
 
 
@@ -54,17 +59,33 @@ class TinyVision:
     reference: Any
 
     @torch.inference_mode()
-    def answer(self, messages: list[dict[str, Any]], images: Sequence[np.ndarray], tokens: int) -> list[int]:
+    def answer(
+        self, messages: list[dict[str, Any]], images: Sequence[np.ndarray], tokens: int, videos: Sequence[Clip] = ()
+    ) -> list[int]:
         """Return what transformers' generate answers greedily."""
-        given = self.inputs(messages, images)
+        given = self.inputs(messages, images, videos)
         out = self.reference.generate(**given, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         return [int(token) for token in out[0, given["input_ids"].shape[1] :]]
 
-    def inputs(self, messages: list[dict[str, Any]], images: Sequence[np.ndarray]) -> Any:
+    def inputs(self, messages: list[dict[str, Any]], images: Sequence[np.ndarray], videos: Sequence[Clip] = ()) -> Any:
         """Return the processor's inputs for the model."""
         text = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        given = {"images": [torch.tensor(image) for image in images], "input_data_format": "channels_last"}
-        return self.processor(text=[text], return_tensors="pt", **(given if images else {}))
+        return self.inputs_of_text(text, images, videos)
+
+    def inputs_of_text(self, text: str, images: Sequence[np.ndarray], videos: Sequence[Clip]) -> Any:
+        """Return the processor's inputs for a text with placeholders."""
+        given: dict[str, Any] = {}
+        if images:
+            pictures = [torch.tensor(image) for image in images]
+            given |= {"images": pictures, "images_kwargs": {"input_data_format": "channels_last"}}
+        if videos:
+            metadata = [
+                VideoMetadata(total_num_frames=len(frames), fps=fps, frames_indices=list(range(len(frames))))
+                for frames, fps in videos
+            ]
+            more = {"video_metadata": metadata, "do_sample_frames": False, "input_data_format": "channels_last"}
+            given |= {"videos": [torch.tensor(frames) for frames, _ in videos], "videos_kwargs": more}
+        return self.processor(text=[text], return_tensors="pt", **given)
 
 
 def picture(height: int = SIDE, width: int = SIDE, seed: int = 0) -> np.ndarray:
@@ -72,9 +93,19 @@ def picture(height: int = SIDE, width: int = SIDE, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def asked(*parts: str | None) -> list[dict[str, Any]]:
-    """Return a user message of texts, and of a picture for each None."""
-    content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+def clip(frames: int = 4, height: int = SIDE, width: int = SIDE, seed: int = 0) -> np.ndarray:
+    """Return a random video."""
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+VIDEO = object()
+"""Place of a video in `asked`."""
+
+
+def asked(*parts: object) -> list[dict[str, Any]]:
+    """Return a user message of texts, of a picture for each None, and of a video for each VIDEO."""
+    kinds = {None: "image", VIDEO: "video"}
+    content = [{"type": kinds[part]} if part in kinds else {"type": "text", "text": part} for part in parts]
     return [{"role": "user", "content": content}]
 
 
@@ -88,12 +119,14 @@ def make(family: str, folder: Path) -> TinyVision:
     model.generation_config.eos_token_id = words.eos_token_id
     model.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
+    if hasattr(processor, "video_processor"):
+        processor.video_processor.save_pretrained(folder)
     return TinyVision(folder, processor, model)
 
 
-def _with_tokens(words: Any, added: Sequence[str], shown: str) -> None:
+def _with_tokens(words: Any, added: Sequence[str], shown: str, video: str = "") -> None:
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *added]})
-    words.chat_template = TEMPLATE.replace("IMAGE", shown)
+    words.chat_template = TEMPLATE.replace("IMAGE", shown).replace("VIDEO", video)
 
 
 def _text(words: Any, model_type: str, **more: Any) -> dict[str, Any]:
@@ -117,7 +150,8 @@ def _llava(words: Any, tower: dict[str, Any] = _CLIP, strategy: str = "default")
 
 
 def _qwen(words: Any, model_type: str) -> tuple[Any, Any]:
-    _with_tokens(words, QWEN_TOKENS, "<|vision_start|><|image_pad|><|vision_end|>")
+    shown = "<|vision_start|><|image_pad|><|vision_end|>"
+    _with_tokens(words, QWEN_TOKENS, shown, shown.replace("image", "video"))
     vision: dict[str, Any] = {
         "depth": 2,
         "num_heads": 4,
