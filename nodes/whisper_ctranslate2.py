@@ -232,11 +232,12 @@ class CTranslate2Network:
     def search(self, states: Any, recordings: Sequence[Recording], search: Search) -> Sequence[Found]:
         prompts = [self._first_tokens(recording, search) for recording in recordings]
         known = max(map(len, prompts))
+        most = max(2 * search.tokens_max, known - 1 + search.tokens_max)  # a half of it limits the answer too
         found = self.model.model.generate(
             states,
             prompts,
             beam_size=search.beams,
-            max_length=max(2 * search.tokens_max, known + search.tokens_max),  # a half of it limits the answer too
+            max_length=min(most, self.text_context),
             suppress_tokens=self._suppressed,
             return_scores=True,
             return_no_speech_prob=True,

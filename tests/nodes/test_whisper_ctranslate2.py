@@ -52,6 +52,7 @@ def plain(text: str) -> str:
     [
         {}, {"timestamps": "segment"}, {"timestamps": "word"}, {"timestamps": "word", "timestamp_tokens": False},
         {"beams": 3}, {"prompt": "red circles", "language": "de"}, {"tokens_max": 3},
+        {"prompt": "red circles " * 12}, {"prompt": "red circles " * 5, "tokens_max": 3, "language": "en"},
     ],
     ids=str,
 )  # fmt: skip
