@@ -135,7 +135,8 @@ class Whisper(BatchNode):
         try:
             found = find_model(config.model, context.base_dir)
             if found is not None and is_ctranslate2(found):
-                self._network = CTranslate2Network(found, config.model, context, config.precision)
+                words = config.timestamps == "word"
+                self._network = CTranslate2Network(found, config.model, context, config.precision, words)
             else:
                 self._network = _torch_network(config, context)
             _check_languages(config, self._network.multilingual, self._network.languages)
@@ -274,7 +275,8 @@ def _check_model(config: WhisperConfig, step: StepContext) -> None:
         if "/" in config.model and not fix and not is_path(config.model, step.base_dir):
             fix = f"for a model of the hub write hf://{config.model}@REVISION and run `weftline fetch`"
         raise ConfigError("model", f"there is no {config.model}", expected, fix)
-    sizes = check_folder(path, config.model) if path is not None and is_ctranslate2(path) else None
+    words = config.timestamps == "word"
+    sizes = check_folder(path, config.model, words) if path is not None and is_ctranslate2(path) else None
     if path is not None and sizes is None:
         check_whisper(path, config.model)
     if config.language not in ("auto", *LANGUAGES):

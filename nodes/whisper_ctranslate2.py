@@ -8,6 +8,7 @@ Its sizes are read and validated here before CTranslate2 opens it. Spectrograms,
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext
 from weftline.nodes.device_tensors import as_array
 from weftline.nodes.hugging_face import FILE_BYTES_MAX, read_json
+from weftline.nodes.ports import AUDIO_HZ
 from weftline.nodes.whisper_decoding import HOP, Found, Recording, Search, mel_frames
-from weftline.nodes.whisper_file import LANGUAGES, VOCABULARIES, VOCABULARY_MIN
+from weftline.nodes.whisper_file import LANGUAGES, RANGES, VOCABULARIES, VOCABULARY_MIN, is_head
 
 FILE = "model.bin"
 
@@ -40,24 +42,37 @@ ITEM_BYTES = {0: 4, 1: 1, 2: 2, 3: 4, 4: 2, 5: 2}
 
 START = "<|startoftranscript|>"
 
+CONTROLS = {"<|translate|>": 1507, "<|transcribe|>": 1506, "<|startoflm|>": 1505, "<|startofprev|>": 1504,
+            "<|notimestamps|>": 1502}  # fmt: skip
+"""Control tokens, by their distance from the end of a vocabulary, which is 1501 timestamps in all of VOCABULARIES."""
+
+N_FFT = 400
+"""Samples of a spectrogram's window."""
+
 PREPENDED, APPENDED = "\"'“¿([{-", "\"'.。,，!！?？:：”)]}、"
 """Punctuation that belongs to the next word, and to the word before: the defaults of openai-whisper."""
 
 SHAPES = {
     "bands": ("encoder/conv1/weight", 1), "positions": ("encoder/position_encodings/encodings", 0),
     "text_context": ("decoder/position_encodings/encodings", 0), "vocabulary": ("decoder/embeddings/weight", 0),
+    "text_heads": ("decoder/num_heads", 0),
 }  # fmt: skip
-"""Of each field of Sizes, the variable and the axis that have it."""
+"""Of each field of Sizes, the variable and the axis that have it; a number without axes counts as its only one."""
+
+DIMS = {"bands": "n_mels", "positions": "n_audio_ctx", "text_context": "n_text_ctx", "text_heads": "n_text_head"}
+"""Of fields of Sizes, the same in openai-whisper's dims."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model: mel bands, positions of encoder and decoder, and tokens of the vocabulary."""
+    """Sizes of a model: mel bands, positions of encoder and decoder, tokens, and layers and heads of the decoder."""
 
     bands: int
     positions: int
     text_context: int
     vocabulary: int
+    text_heads: int
+    text_layers: int
 
     @property
     def multilingual(self) -> bool:
@@ -68,14 +83,22 @@ class Sizes:
         """Number of languages, those first in LANGUAGES."""
         return self.vocabulary - VOCABULARY_MIN + len(LANGUAGES) - 1 - self.multilingual
 
+    @property
+    def start(self) -> int:
+        """Token of START."""
+        return 50_257 + self.multilingual
+
 
 def is_ctranslate2(path: Path) -> bool:
     """Return whether a path is a folder with a model of CTranslate2."""
     return (path / FILE).is_file() and not (path / "model.pt").is_file()
 
 
-def check_folder(folder: Path, shown: str) -> Sizes:
-    """Return the sizes of a model in CTranslate2's folder; ConfigError when it is no Whisper that can be opened."""
+def check_folder(folder: Path, shown: str, words: bool) -> Sizes:
+    """Return the sizes of a model in CTranslate2's folder; ConfigError when it is no Whisper that can be opened.
+
+    words: it must have the attention heads that align words.
+    """
     try:
         sizes = read_sizes(folder / FILE)
     except ValueError as error:
@@ -84,19 +107,86 @@ def check_folder(folder: Path, shown: str) -> Sizes:
     if sizes.vocabulary not in VOCABULARIES:
         found = f"{shown}/{FILE} has {sizes.vocabulary} tokens"
         raise ConfigError("model", found, f"one of Whisper's vocabularies, {', '.join(map(str, VOCABULARIES))}")
-    if not isinstance(read_json(folder / "config.json", f"{shown}/config.json"), dict):
+    for field, own in DIMS.items():
+        low, high = RANGES[own]
+        if not low <= getattr(sizes, field) <= high:
+            found = f"{field.replace('_', ' ')} of {shown}/{FILE} are {getattr(sizes, field)}"
+            raise ConfigError("model", found, f"from {low} to {high}")
+    _check_config(folder, shown, sizes, words)
+    _check_tokens(folder, shown, sizes)
+    return sizes
+
+
+def _check_config(folder: Path, shown: str, sizes: Sizes, words: bool) -> None:
+    """Raise ConfigError for settings that CTranslate2 uses as indices unchecked, or that claim memory."""
+    config = read_json(folder / "config.json", f"{shown}/config.json")
+    if not isinstance(config, dict):
         raise ConfigError(
             "model", f"the folder {shown} has {FILE} and no config.json", "both, as CTranslate2 writes them"
         )
-    if not any((folder / f"vocabulary.{ending}").is_file() for ending in ("json", "txt")):
-        raise ConfigError("model", f"the folder {shown} has no vocabulary.json", "all files that CTranslate2 wrote")
-    words = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", FILE_BYTES_MAX)
-    added = words.get("added_tokens") if isinstance(words, dict) else None
-    if not isinstance(added, list) or not any(isinstance(one, dict) and one.get("content") == START for one in added):
-        found = f"{shown}/tokenizer.json " + ("is missing" if words is None else f"has no token {START}")
+    for name in ("suppress_ids_begin", "lang_ids"):
+        tokens = config.get(name, "")  # null means none
+        if tokens is not None and not _are_tokens(tokens, sizes.vocabulary):
+            found = f"{shown}/config.json has " + (f"{name} {tokens!r:.60}" if name in config else f"no {name}")
+            expected = f"{name}: a list of tokens below {sizes.vocabulary}, as CTranslate2 writes it"
+            raise ConfigError("model", found, expected, "convert the model again")
+    heads, most = config.get("alignment_heads"), [sizes.text_layers, sizes.text_heads]
+    if words and not _are_heads(heads, most):
+        found = f"alignment_heads in {shown}/config.json are {heads!r:.60}"
+        expected = f"pairs of a layer below {most[0]} and a head below {most[1]}, each once"
+        raise ConfigError("model", found, expected, "convert the model again, or set `timestamps: segment`")
+    file = "preprocessor_config.json"
+    read = read_json(folder / file, f"{shown}/{file}")
+    spectrogram = read if isinstance(read, dict) else {}
+    wanted = {"feature_size": sizes.bands, "n_fft": N_FFT, "hop_length": HOP, "sampling_rate": AUDIO_HZ}
+    wrong = [name for name, value in wanted.items() if spectrogram.get(name, value) != value]
+    if read is not None and not isinstance(read, dict):
+        raise ConfigError("model", f"{shown}/{file} is no JSON object")
+    if wrong:
+        found = f"{wrong[0]} in {shown}/{file} is {spectrogram[wrong[0]]!r:.40}"
+        raise ConfigError("model", found, str(wanted[wrong[0]]), "copy the file from the original model, or remove it")
+
+
+def _check_tokens(folder: Path, shown: str, sizes: Sizes) -> None:
+    """Raise ConfigError unless the vocabulary and the tokenizer have Whisper's control tokens at their places."""
+    words = _vocabulary(folder, shown)
+    if words[sizes.start : sizes.start + 1] != [START]:
+        found = f"the vocabulary of {shown} has no {START} at {sizes.start}"
+        raise ConfigError("model", found, "the file that CTranslate2 wrote with the model")
+    tokenizer = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", FILE_BYTES_MAX)
+    added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
+    listed = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    known = {str(one.get("content")): one.get("id") for one in listed}
+    wanted = {START: sizes.start, **{token: sizes.vocabulary - place for token, place in CONTROLS.items()}}
+    wrong = [token for token, place in wanted.items() if known.get(token) != place]
+    if wrong:
+        place = known.get(wrong[0])
+        found = "is missing" if tokenizer is None else f"has {wrong[0]} at {place}" if place else f"has no {wrong[0]}"
+        expected = f"the tokenizer of the original Whisper model, with {wrong[0]} at {wanted[wrong[0]]}"
         fix = "copy it from the original model, or convert with --copy_files tokenizer.json"
-        raise ConfigError("model", found, "the tokenizer of the original Whisper model", fix)
-    return sizes
+        raise ConfigError("model", f"{shown}/tokenizer.json {found}", expected, fix)
+
+
+def _vocabulary(folder: Path, shown: str) -> list[Any]:
+    """Return the tokens of vocabulary.json or vocabulary.txt in their order; ConfigError when there is neither."""
+    words = read_json(folder / "vocabulary.json", f"{shown}/vocabulary.json", FILE_BYTES_MAX)
+    file = folder / "vocabulary.txt"
+    if words is None and file.is_file() and file.stat().st_size <= FILE_BYTES_MAX:
+        return file.read_text("utf-8", "replace").split("\n")
+    if not isinstance(words, list):
+        found = f"the folder {shown} has no vocabulary.json" + ("" if words is None else " that is a list")
+        raise ConfigError("model", found, "all files that CTranslate2 wrote")
+    return words
+
+
+def _are_tokens(tokens: Any, vocabulary: int) -> bool:
+    return isinstance(tokens, list) and all(type(one) is int and 0 <= one < vocabulary for one in tokens)
+
+
+def _are_heads(heads: Any, most: list[Any]) -> bool:
+    """Return whether `heads` are different pairs of a layer and a head below `most`, the counts of both."""
+    known = isinstance(heads, list) and all(is_head(head, most) for head in heads)
+    return known and 0 < len({tuple(head) for head in heads}) == len(heads)
 
 
 def read_sizes(path: Path) -> Sizes:
@@ -122,11 +212,13 @@ def read_sizes(path: Path) -> Sizes:
     missing = [variable for variable, axis in SHAPES.values() if len(shapes.get(variable, ())) <= axis]
     if missing:
         raise ValueError(f"it has no {missing[0]}")
-    return Sizes(**{field: shapes[variable][axis] for field, (variable, axis) in SHAPES.items()})
+    layers = {found[1] for variable in shapes if (found := re.match(r"decoder/layer_(\d+)/", variable))}
+    sizes = {field: shapes[variable][axis] for field, (variable, axis) in SHAPES.items()}
+    return Sizes(**sizes, text_layers=len(layers))
 
 
 def _variable(file: IO[bytes]) -> tuple[str, tuple[int, ...]]:
-    """Read a variable's header and skip its numbers; return its name and shape."""
+    """Read a variable and return its name and shape, or the value of a whole number without axes as a shape."""
     name, rank = _text(file), _number(file, "B")
     if rank > RANK_MAX:
         raise ValueError(f"{name} has {rank} dimensions")
@@ -134,6 +226,8 @@ def _variable(file: IO[bytes]) -> tuple[str, tuple[int, ...]]:
     kind, size = _number(file, "B"), _number(file, "I")
     if size != math.prod(shape) * ITEM_BYTES.get(kind, -1):
         raise ValueError(f"{name} of shape {shape} and type {kind} has {size} bytes")
+    if rank == 0 and kind in (1, 2, 3):
+        return name, (int.from_bytes(file.read(size), "little"),)
     file.seek(size, 1)
     return name, shape
 
@@ -162,9 +256,10 @@ class CTranslate2Network:
     """A network of CTranslate2 with faster-whisper's tokenizer, spectrograms and alignment.
 
     precision: one of PRECISIONS, or 'auto': that of the stored weights as far as the device has it.
+    words:     `align` will be called.
     """
 
-    def __init__(self, folder: Path, shown: str, context: OpenContext, precision: str) -> None:
+    def __init__(self, folder: Path, shown: str, context: OpenContext, precision: str, words: bool) -> None:
         try:
             import ctranslate2
             from faster_whisper import WhisperModel
@@ -173,7 +268,7 @@ class CTranslate2Network:
             from faster_whisper.transcribe import get_suppressed_tokens
         except ImportError:
             raise MissingPackage("faster-whisper", "faster-whisper") from None
-        sizes = check_folder(folder, shown)
+        sizes = check_folder(folder, shown, words)
         device, _, index = context.framework_device.partition(":")
         has = ctranslate2.get_supported_compute_types(device, int(index or 0))
         if precision not in ("auto", *has):

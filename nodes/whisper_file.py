@@ -64,7 +64,7 @@ OWN_NAMES = tuple(
 )  # fmt: skip
 """From the names of Hugging Face's tensors to those of openai-whisper's, in this order."""
 
-_RANGES = {
+RANGES = {
     "n_mels": (80, 128), "n_audio_ctx": (16, 1 << 16), "n_audio_state": (8, 8192), "n_audio_head": (1, 256),
     "n_audio_layer": (1, 256), "n_vocab": (VOCABULARY_MIN, 1 << 20), "n_text_ctx": (16, 1 << 16),
     "n_text_state": (8, 8192), "n_text_head": (1, 256), "n_text_layer": (1, 256),
@@ -191,13 +191,14 @@ def _alignment_heads(folder: Path, shown: str) -> list[list[int]]:
         return []
     config = read_json(folder / "config.json", f"{shown}/config.json") or {}
     most = [config.get("decoder_layers"), config.get("decoder_attention_heads")]
-    if not isinstance(heads, list) or not heads or not all(_is_head(head, most) for head in heads):
+    if not isinstance(heads, list) or not heads or not all(is_head(head, most) for head in heads):
         expected = f"pairs of a layer below {most[0]} and a head below {most[1]}"
         raise ConfigError("model", f"alignment_heads in {shown}/{file} are {heads!r:.60}", expected)
     return heads
 
 
-def _is_head(head: Any, most: list[Any]) -> bool:
+def is_head(head: Any, most: list[Any]) -> bool:
+    """Return whether `head` is a list of a layer and a head below `most`, the counts of both."""
     known = isinstance(head, list) and len(head) == 2 and all(type(one) is int for one in [*head, *most])
     return known and 0 <= head[0] < most[0] and 0 <= head[1] < most[1]
 
@@ -252,9 +253,9 @@ def _fetch(name: str, context: OpenContext) -> Path:
 
 def _check_dims(dims: Any, state: dict[str, Any], shown: str) -> None:
     """Raise ModelError unless `dims` are sensible and agree with the weights: a network is allocated from them."""
-    if not isinstance(dims, dict) or set(dims) != set(_RANGES):
-        raise ModelError(f"{shown} is no Whisper checkpoint: its dims are not {', '.join(_RANGES)}")
-    for name, (low, high) in _RANGES.items():
+    if not isinstance(dims, dict) or set(dims) != set(RANGES):
+        raise ModelError(f"{shown} is no Whisper checkpoint: its dims are not {', '.join(RANGES)}")
+    for name, (low, high) in RANGES.items():
         if type(dims[name]) is not int or not low <= dims[name] <= high:
             raise ModelError(f"{shown}: {name} is {dims[name]!r:.40}, expected from {low} to {high}")
     layers = {

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import whisper
 
-from benchmarks.whisper_conversion import convert
+from benchmarks.whisper_conversion import convert, tokenizer
 from tests.nodes.model_files import broken
 from tests.nodes.test_whisper_decoding import DIMS, EXAMPLES, MODEL, made, noise, opened
 from weftline.errors import ModelError
@@ -172,7 +173,15 @@ def test_a_precision_that_the_device_does_not_have_is_a_model_error(folder: Path
         ("config.json", None, "and no config.json"),
         ("vocabulary.json", None, "has no vocabulary.json"),
         ("tokenizer.json", None, r"tokenizer\.json is missing"),
-        ("tokenizer.json", b"{}", r"tokenizer\.json has no token <\|startoftranscript\|>"),
+        ("tokenizer.json", b"{}", r"tokenizer\.json has no <\|startoftranscript\|>"),
+        ("vocabulary.json", b"{}", "has no vocabulary.json that is a list"),
+        ("vocabulary.json", b"[]", r"has no <\|startoftranscript\|> at 50258"),
+        ("preprocessor_config.json", b"[]", "is no JSON object"),
+        (
+            "preprocessor_config.json",
+            b'{"feature_size": 2000000}',
+            "feature_size in m/preprocessor_config.json is 2000000",
+        ),
         ("model.bin", b"\x06\0\0\0\x0a\0BertModel\0", "holds a 'BertModel', expected a WhisperSpec"),
         ("model.bin", b"PK\x03\x04", "no version of CTranslate2's format"),
     ],
@@ -189,9 +198,66 @@ def test_folders_that_lack_something_are_refused_when_checked(
     assert error.option == "model" and re.search(found, str(error))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("suppress_ids_begin", [51865], r"has suppress_ids_begin \[51865\]"),
+        ("suppress_ids_begin", ..., "has no suppress_ids_begin"),
+        ("lang_ids", [50259, 10**9], r"has lang_ids \[50259, 10"),
+        ("lang_ids", ..., "has no lang_ids"),
+        ("alignment_heads", [[100, 100]], r"alignment_heads .* are \[\[100, 100\]\]"),
+        ("alignment_heads", [[1, -1]], r"alignment_heads .* are \[\[1, -1\]\]"),
+        ("alignment_heads", [[1, 2]], r"alignment_heads .* are \[\[1, 2\]\]"),
+        ("alignment_heads", [[1, 0]] * 2, r"alignment_heads .* are \[\[1, 0\], \[1, 0\]\]"),
+        ("alignment_heads", ..., "alignment_heads .* are None"),
+    ],
+)  # fmt: skip
+def test_settings_that_ctranslate2_does_not_check_are_checked(
+    folder: Path, tmp_path: Path, name: str, value: Any, found: str
+) -> None:
+    shutil.copytree(folder / "ct2", tmp_path / "m")
+    settings = json.loads((tmp_path / "m" / "config.json").read_text()) | {name: value}
+    (tmp_path / "m" / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not ...}))
+    assert re.search(found, str(check(tmp_path, "m", timestamps="word")))
+    with pytest.raises(ModelError, match=found):  # a signal would end the process here
+        fast(tmp_path, "m", timestamps="word").warm_up()
+
+
+def test_heads_that_align_words_are_checked_for_words_only(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ct2", tmp_path / "m")
+    settings = json.loads((tmp_path / "m" / "config.json").read_text()) | {"alignment_heads": [[10, 12]]}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(settings))
+    batch = Batch({"audio": RECORDINGS[:1]})
+    assert fast(tmp_path, "m", timestamps="segment").run(batch) == fast(folder, timestamps="segment").run(batch)
+
+
+def test_sizes_that_no_whisper_has_are_refused_when_checked(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ct2", tmp_path / "m")
+    data = (tmp_path / "m" / "model.bin").read_bytes()
+    claimed = data.replace(struct.pack("<BII", 2, 48, 32), struct.pack("<BII", 2, 2, 768))  # decoder's positions
+    (tmp_path / "m" / "model.bin").write_bytes(claimed)
+    assert "text context of m/model.bin are 2" in str(check(tmp_path, "m"))
+
+
+def test_a_tokenizer_of_another_whisper_is_refused_when_checked(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ct2", tmp_path / "m")
+    tokenizer(False, 99).save(str(tmp_path / "m" / "tokenizer.json"))
+    error = check(tmp_path, "m")
+    assert "has <|startoftranscript|> at 50257" in error.found and "at 50258" in error.expected
+
+
+def test_a_vocabulary_may_be_a_text_file(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "ct2", tmp_path / "m")
+    words = json.loads((tmp_path / "m" / "vocabulary.json").read_text())
+    (tmp_path / "m" / "vocabulary.json").unlink()
+    (tmp_path / "m" / "vocabulary.txt").write_text("\n".join(words))
+    batch = Batch({"audio": RECORDINGS[:1]})
+    assert fast(tmp_path, "m").run(batch) == fast(folder).run(batch)
+
+
 def test_sizes_are_read_and_no_damage_of_headers_is_anything_but_a_reason(folder: Path, tmp_path: Path) -> None:
     sizes = read_sizes(folder / "ct2" / "model.bin")
-    assert sizes == Sizes(bands=80, positions=200, text_context=48, vocabulary=51865)
+    assert sizes == Sizes(bands=80, positions=200, text_context=48, vocabulary=51865, text_heads=2, text_layers=2)
     assert (sizes.multilingual, sizes.languages) == (True, 99)
     data = (folder / "ct2" / "model.bin").read_bytes()
     refused = 0
