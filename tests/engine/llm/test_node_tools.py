@@ -283,4 +283,5 @@ def test_the_plan_names_the_notation_of_the_model(tmp_path: Path) -> None:
         notes = Llm.plan_notes(LlmConfig(model="m"), StepContext(tmp_path))
         assert notes == [f"tool calls are read in the notation {format} (tool_format)"] * (format is not None)
     assert Llm.plan_notes(LlmConfig(model="m", tool_format="none", reasoning="none"), StepContext(tmp_path)) == []
-    assert Llm.plan_notes(LlmConfig(model="some/model"), StepContext(tmp_path)) == []
+    (note,) = Llm.plan_notes(LlmConfig(model="some/model"), StepContext(tmp_path))
+    assert note.startswith("some/model is not on this machine: ")

@@ -66,8 +66,9 @@ def test_buffers_and_graphs_hold_what_the_schedule_plans(folder, monkeypatch, op
 
 
 def test_the_plan_says_the_limits_on_a_gpu():
-    said = Llm.plan_notes(LlmConfig("m"), StepContext(Path(), devices=("cuda:0", "cuda:1")))
-    assert said == [
+    limits, not_here = Llm.plan_notes(LlmConfig("m"), StepContext(Path(), devices=("cuda:0", "cuda:1")))
+    assert limits == (
         "at most 256 requests generate at a time (sequences_max), in rounds of at most 2048 tokens (round_tokens_max)"
-    ]
-    assert Llm.plan_notes(LlmConfig("m"), StepContext(Path(), devices=("cpu", "fake:0"))) == []
+    )
+    (not_here,) = Llm.plan_notes(LlmConfig("m"), StepContext(Path(), devices=("cpu", "fake:0")))
+    assert not_here.startswith("m is not on this machine: ")

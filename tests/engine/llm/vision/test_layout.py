@@ -95,7 +95,7 @@ def test_sizes_of_videos_alone_give_the_tokens_of_the_processor(models, family):
             assert given["video_grid_thw"][0].tolist() == [len(parts), 2 * rows, 2 * columns]
 
 
-def test_frames_of_a_long_video_are_smaller_where_the_processor_limits_them(models):
+def test_frames_of_a_long_video_are_made_smaller(models):
     model = models("qwen2_vl")
     processor = copy.deepcopy(model.processor.video_processor)
     processor.cap_pixels_per_frame, processor.max_video_tokens = True, 40

@@ -24,7 +24,7 @@ def test_inputs_of_a_picture_are_those_of_the_models_processor(models, family):
 
 
 @pytest.mark.parametrize("family", VIDEO_FAMILIES)
-def test_all_frames_of_a_video_are_used_and_each_part_has_memory_of_its_own(models, family):
+def test_all_frames_of_a_video_are_used_in_parts_of_their_own(models, family):
     processor = copy.deepcopy(models(family).processor.video_processor)
     processor.do_sample_frames, processor.num_frames, processor.fps = True, 2, None
     parts = VideoProcessor(processor, torch.float32)(clip(6))

@@ -118,7 +118,7 @@ def test_equal_videos_share_pages_and_features_and_others_do_not(model):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_a_conversation_goes_on_behind_a_video_and_its_answer_is_found_again(models, family):
+def test_a_conversation_goes_on_behind_a_video(models, family):
     model = models(family)
     node = opened(model, page_tokens=4)
     engine = engine_of(node)
