@@ -6,8 +6,9 @@
 
 Weights are random, in the published sizes. Contenders answer the same requests in every round, one after the other:
 
-- weftline: a pipeline of one step; 32 callers with one request each at a time, batches of at most 8.
-- loop:     a loop by hand with the same library over batches of 8 in this process, without requests.
+- weftline: a pipeline of one step; 32 callers with one request each at a time, batches of at most 8 pictures or 16
+            recordings.
+- loop:     a loop by hand with the same library over batches of the same size in this process, without requests.
 - request:  one call for each request: transformers' image-classification pipeline, and for Whisper what transformers'
             pipeline computes (feature extractor and generate; its tokenizer's files are not on this machine).
 
@@ -42,7 +43,8 @@ from benchmarks.whisper_conversion import convert
 from weftline.engine.session import Session, load
 from weftline.pipelines.spec.builder import Builder
 
-CALLERS, BATCH = 32, 8
+CALLERS = 32
+PICTURES_BATCH, RECORDINGS_BATCH = 8, 16
 TOKENS = 32
 """Tokens of a transcript: random weights hardly ever end one before."""
 
@@ -65,16 +67,18 @@ class Contest:
     request: Callable[[Sequence[np.ndarray]], Any]
 
 
-def batches(requests: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
-    return [requests[start : start + BATCH] for start in range(0, len(requests), BATCH)]
+def batches(requests: Sequence[np.ndarray], items: int) -> list[Sequence[np.ndarray]]:
+    return [requests[start : start + items] for start in range(0, len(requests), items)]
 
 
-def builder(folder: Path, name: str, node: str, port: str, kind: str, output: str, **options: Any) -> Builder:
+def builder(
+    folder: Path, name: str, node: str, port: str, kind: str, output: str, items: int, **options: Any
+) -> Builder:
     made = Builder(name, base_dir=folder)
     value = made.input(port, kind)
     wired: dict[str, Any] = {port: value}
     step = made.step(
-        "model", node, batch={"items_max": BATCH, "wait_max_ms": 5}, threads=os.cpu_count(), **wired, **options
+        "model", node, batch={"items_max": items, "wait_max_ms": 5}, threads=os.cpu_count(), **wired, **options
     )
     made.output(output, getattr(step, output))
     return made
@@ -92,7 +96,7 @@ def vit(folder: Path, count: int) -> Contest:
     pictures = [random.integers(0, 255, (240, 320, 3), np.uint8) for _ in range(count)]
 
     def loop(requests: Sequence[np.ndarray]) -> None:
-        for batch in batches(requests):
+        for batch in batches(requests, PICTURES_BATCH):
             with torch.inference_mode():
                 network(**processor(images=list(batch), return_tensors="pt")).logits.softmax(-1).topk(5)
 
@@ -101,7 +105,7 @@ def vit(folder: Path, count: int) -> Contest:
             one_by_one(Image.fromarray(picture))
 
     task = {"task": "image-classification", "model": "vit"}
-    made = builder(folder, "vit", "transformers", "image", "image", "label", **task)
+    made = builder(folder, "vit", "transformers", "image", "image", "label", PICTURES_BATCH, **task)
     return Contest("ViT-base, pictures/s", made, "image", pictures, loop, request)
 
 
@@ -111,7 +115,7 @@ def whisper_tiny(folder: Path, count: int) -> Contest:
     options = whisper.DecodingOptions(language="en", without_timestamps=True, sample_len=TOKENS, fp16=False)
 
     def loop(requests: Sequence[np.ndarray]) -> None:
-        for batch in batches(requests):
+        for batch in batches(requests, RECORDINGS_BATCH):
             mels = [whisper.log_mel_spectrogram(whisper.pad_or_trim(one)) for one in batch]
             whisper.decode(network, torch.stack(mels), options)
 
@@ -126,7 +130,7 @@ def whisper_ctranslate2(folder: Path, count: int) -> Contest:
     prompt = model.get_prompt(words, [], without_timestamps=True)
 
     def loop(requests: Sequence[np.ndarray]) -> None:
-        for batch in batches(requests):
+        for batch in batches(requests, RECORDINGS_BATCH):
             mels = [faster_whisper.audio.pad_or_trim(model.feature_extractor(one)) for one in batch]
             states = model.encode(np.stack(mels))
             model.model.generate(states, [prompt] * len(batch), beam_size=1, max_length=2 * TOKENS)
@@ -164,7 +168,8 @@ def speech(folder: Path, count: int, name: str, model: str, loop: Callable[[Sequ
             with torch.inference_mode():
                 other.generate(features, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False)
 
-    made = builder(folder, "tiny", "whisper", "audio", "audio", "text", model=model, language="en", tokens_max=TOKENS)
+    options = {"model": model, "language": "en", "tokens_max": TOKENS}
+    made = builder(folder, "tiny", "whisper", "audio", "audio", "text", RECORDINGS_BATCH, **options)
     return Contest(name, made, "audio", recordings, loop, request)
 
 
@@ -192,7 +197,7 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
             "request": contest.request,
         }
         for run in work.values():
-            run(contest.requests[: 2 * BATCH])
+            run(contest.requests[:CALLERS])
         for number in range(rounds):
             for name in [*work][:: -1 if number % 2 else 1]:  # alternating order
                 started = time.perf_counter()

@@ -313,12 +313,14 @@ class CTranslate2Network:
         return made
 
     def encode(self, mels: np.ndarray) -> Any:
-        return self.model.encode(mels)
+        if self.model.model.device != "cpu":
+            return self.model.encode(mels)
+        # One window at a time: its activations stay in the processor's cache.
+        states = [self._on_host(self.model.encode(mel[None])) for mel in mels]
+        return self._views.StorageView.from_array(np.concatenate(states))
 
     def rows(self, states: Any) -> Sequence[Any]:
-        views = self._views
-        there = states.to_device(views.Device.cpu).to(views.DataType.float32)
-        return [views.StorageView.from_array(row[None]) for row in np.array(there)]
+        return [self._views.StorageView.from_array(row[None]) for row in self._on_host(states)]
 
     def detect(self, states: Any, rows: Sequence[int]) -> list[str]:
         found = self.model.model.detect_language(states)
@@ -357,6 +359,9 @@ class CTranslate2Network:
 
     def wake(self) -> None:
         self.model.model.load_model()
+
+    def _on_host(self, states: Any) -> np.ndarray:
+        return np.array(states.to_device(self._views.Device.cpu).to(self._views.DataType.float32))
 
     def _mel(self, samples: np.ndarray) -> np.ndarray:
         mel: np.ndarray = self._spectrogram(samples, padding=0)

@@ -80,9 +80,12 @@ class TorchNetwork:
         return made
 
     def encode(self, mels: torch.Tensor) -> torch.Tensor:
+        import torch
+
         half = self._precision == "float16"
+        groups = torch.split(mels, 1 if self._device == "cpu" else len(mels))  # one stays in a processor's cache
         with self._computing():
-            states: torch.Tensor = self.model.encoder(mels.half() if half else mels)
+            states = torch.cat([self.model.encoder(group.half() if half else group) for group in groups])
         return states if half else states.float()  # decoding accepts nothing else
 
     def rows(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
