@@ -23,7 +23,7 @@ from weftline.gpu_check.outcomes import SKIPPED, WRONG, CheckOutcome, as_json, d
 
 def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:
     """Return the parts by name; each is given a `Setup`."""
-    from weftline.gpu_check import llm_engine, llm_parts
+    from weftline.gpu_check import llm_engine, llm_parts, llm_served
 
     return {
         "kernels": llm_parts.check_kernels,
@@ -38,6 +38,8 @@ def parts() -> dict[str, Callable[[Any], CheckOutcome | dict[str, Any]]]:
         "KV resize": llm_engine.check_resize,
         "mixed rounds": llm_engine.check_rounds,
         "long prompt": llm_engine.check_long_prompt,
+        "open as served": llm_served.open_as_served,
+        "features": llm_served.check_features,
         "families": llm_parts.check_families,
         "together 70b fp8": llm_engine.time_together_70b,
     }

@@ -20,6 +20,7 @@ import torch
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu.models import Setup, build, build_fp8, made_prompts, token_bytes
 from weftline.engine.llm.model_loader import RunnerOptions
+from weftline.engine.llm.options import DEFAULT_LIMITS
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.quantised import weight_bytes
 from weftline.engine.llm.runner import Runner
@@ -38,8 +39,8 @@ from weftline.gpu_check.llm_parts import (
 from weftline.gpu_check.outcomes import RIGHT, CheckOutcome, Skipped, Wrong, judged, quantile
 
 PAGE_TOKENS = 16
-ROUND_TOKENS = 2048
-"""Most tokens of a round; what a GPU of this size takes in tens of milliseconds."""
+SERVED = DEFAULT_LIMITS["gpu"]
+"""Limits of rounds of an llm step on a GPU: graphs, tiles and buffers depend on them."""
 TOGETHER_TOKENS_S = 6500.0
 """Bar of the H200 in `H200_COPY_BYTES_S`: tokens of answers a second, 64 requests of 512 and 128 tokens at a time."""
 TOGETHER_70B_TOKENS_S = 0.45 * 2764.0
@@ -63,12 +64,12 @@ def open_engine(setup: Setup, model: Any, kv_tokens: int, sequences: int) -> Eng
     longest = FAKE_CONTEXT if setup.fake else None
     options = RunnerOptions(
         str(setup.device), page_tokens=PAGE_TOKENS, kv_bytes=kv_tokens * bytes_each, context_max=longest, form="gpu",
-        fuse=not setup.fake,
+        fuse=not setup.fake, rows_max=SERVED.tokens_max, sequences_max=SERVED.sequences_max,
     )  # fmt: skip
     runner = Runner(model, options)
     if setup.fake and runner.graphs is not None:
         runner.graphs.capture = setup.capture()
-    return Engine(runner, None, RoundLimits(ROUND_TOKENS, sequences))
+    return Engine(runner, None, RoundLimits(SERVED.tokens_max, sequences))
 
 
 @dataclass(slots=True)

@@ -48,12 +48,14 @@ LLM_PARTS = {
     "KV resize": "pages grow and shrink under requests, graphs are captured again",
     "mixed rounds": "greedy, warm, narrowed and penalised requests beside newcomers",
     "long prompt": "a prompt of 7000 tokens beside 63 that decode",
+    "open as served": "a step's memory and graphs, 8 billion weights, and what a shrink returns",
+    "features": "fp8 keys and weights, an adapter, drafts",
     "families": "fused models of the other families",
     "together 70b fp8": "a closed loop of 100 requests, 70 billion weights in fp8",
 }
 """Parts of weftline.gpu_check.llm, by its names, and what they are about."""
 
-LARGE = {name for name in LLM_PARTS if name.endswith(("8b", "fp8"))} | {"sleep", "long prompt"}
+LARGE = {name for name in LLM_PARTS if name.endswith(("8b", "fp8"))} | {"sleep", "long prompt", "open as served"}
 """Parts that need the memory of a fresh process."""
 LLM_COMMAND = [sys.executable, "-m", "weftline.gpu_check.llm"]
 TRANSFORMERS_SHARE = 3.0
