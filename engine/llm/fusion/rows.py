@@ -74,13 +74,20 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.device.type == "cpu"
 
 
+def packed_rows(values: Tensor) -> Tensor:
+    """View `values` [..., width] as the norm kernel takes it: [rows, width] or [rows, heads, width].
+
+    A round is one batch element: [1, rows, width], and [1, rows, heads, width] for norms of query and key heads.
+    """
+    return values[0] if values.dim() in (3, 4) and values.shape[0] == 1 else values.reshape(-1, values.shape[-1])
+
+
 def rms_norm(values: Tensor, form: NormForm) -> Tensor:
     """Return the RMS norm of `values` [..., width] over the last dimension."""
     weight, shape = form.weight, values.shape[-1:]
     kernels = _norm_kernels(values, form) if values.is_cuda else None
     if kernels is not None:
-        packed = values[0] if values.dim() == 3 and values.shape[0] == 1 else values
-        normed: Tensor = kernels.norm(packed, form.own, form.eps, form.one_plus).view(values.shape)
+        normed: Tensor = kernels.norm(packed_rows(values), form.own, form.eps, form.one_plus).view(values.shape)
         return normed
     if values.dtype is torch.float32 and weight.dtype is torch.float32:
         compiled = _compiled() if values.is_contiguous() and _plain(values) else None

@@ -113,8 +113,9 @@ def attention_launches(
     part_rows = min(rows, sequences * split_rows)
     shared = {
         "out": out,
-        "part_out": query.new_empty(part_rows, heads, splits, value_width, dtype=torch.float32) if splits > 1 else None,
-        "part_weight": query.new_empty(part_rows, heads, splits, dtype=torch.float32) if splits > 1 else None,
+        # with one split nothing is written to them, but the kernel that could is compiled all the same
+        "part_out": query.new_empty(part_rows, heads, splits, value_width, dtype=torch.float32),
+        "part_weight": query.new_empty(part_rows, heads, splits, dtype=torch.float32),
         "row_starts": row_starts,
         "starts": starts,
         "out_row": out.stride(0),

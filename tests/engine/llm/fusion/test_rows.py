@@ -12,7 +12,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from weftline.engine.llm.fusion import rows as fuse_rows
 from weftline.engine.llm.fusion.match import is_candidate, recognise
 from weftline.engine.llm.fusion.probe import Call
-from weftline.engine.llm.fusion.rows import ROWS_MAX, add_rms_norm, gated, rms_norm, rotate
+from weftline.engine.llm.fusion.rows import ROWS_MAX, add_rms_norm, gated, packed_rows, rms_norm, rotate
 
 KINDS = {"llama": LlamaRMSNorm, "gemma": Gemma2RMSNorm, "olmo": Olmo2RMSNorm}
 FORMS = {"llama": (False, True), "gemma": (True, False), "olmo": (False, False)}  # one more, rounded first
@@ -55,6 +55,18 @@ def test_norms_are_recognised_and_repeated(kind: str, dtype: torch.dtype, rows: 
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("shape", [(1, 9, 64), (1, 9, 8, 64), (9, 64), (9, 8, 64), (2, 9, 8, 64)], ids=str)
+def test_the_norm_kernel_takes_rows_of_every_rank(shape: tuple[int, ...]) -> None:
+    pytest.importorskip("triton")
+    from weftline.engine.llm.kernels.rows import norm_launch
+
+    weight = torch.ones(64, device="meta")
+    merged = torch.empty(*shape[:-1], 192, device="meta")[..., :64]  # heads of a merged projection are not contiguous
+    for values in (torch.empty(shape, device="meta"), merged):
+        out, _ = norm_launch(packed_rows(values), weight, 1e-6)
+        assert out.view(shape).shape == values.shape
+
+
 def test_what_is_no_rms_norm_is_not_taken_for_one() -> None:
     plain, given = torch.nn.LayerNorm(48, bias=False), torch.randn(5, 48)
     assert is_candidate(plain)

@@ -8,9 +8,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 
 from weftline.engine.llm.kernels.forms import ARCHS, KernelForm, forms
+from weftline.engine.llm.kernels.paged_attention import attention_launches
 from weftline.engine.llm.kernels.report import Resources, page, recorded, resources
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -28,6 +30,14 @@ def test_the_kernel_compiles_and_spills_no_more_than_is_recorded(form: KernelFor
     assert taken.shared_bytes <= SHARED_BYTES_MAX[form.arch]
     if triton.__version__ == VERSION:
         assert taken.spill_bytes <= RECORDED[form.name, form.arch].spill_bytes
+
+
+def test_a_round_of_one_split_compiles() -> None:
+    pages, ints = torch.empty(3, 128, 64, device="meta"), torch.empty(3, dtype=torch.int32, device="meta")
+    query, tables = torch.empty(2, 15, 64, device="meta"), torch.empty(2, 4, dtype=torch.int32, device="meta")
+    _, launches = attention_launches(query, pages, pages, tables, ints, ints[:2], 32, 0.125, splits=1, arch=90)
+    assert len(launches) == 1
+    assert resources(launches[0], 90).spill_bytes == 0
 
 
 def test_the_page_has_every_form_and_nothing_spills() -> None:
