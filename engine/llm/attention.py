@@ -28,6 +28,7 @@ from torch import Tensor
 
 from weftline.engine.llm import attention
 from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.kv_memory import KvAllocator, KvMemory
 from weftline.errors import ModelError, first_line
 
 NAME = "weftline_paged"
@@ -78,6 +79,7 @@ class LayerPages:
     """KV memory of one layer, attached to its attention module.
 
     keys, values: [kv_heads, slots, width], None until the layer's sizes were seen.
+    memories:     what holds the keys, and the values.
     seen:         how often the layer attended before it had pages; a decoder layer does so once.
     """
 
@@ -87,36 +89,44 @@ class LayerPages:
     seen: int = 0
     kv_heads: int = 0
     widths: tuple[int, int] = (0, 0)
+    memories: tuple[KvMemory, ...] = ()
 
-    def bind(self, slots: int, like: Tensor) -> None:
-        """Allocate room for `slots` tokens, of the dtype and on the device of `like`."""
-        self.keys, self.values = (like.new_zeros(self.kv_heads, slots, width) for width in self.widths)
+    def bind(self, slots: int, allocate: KvAllocator) -> None:
+        """Allocate room for `slots` tokens; nothing is kept of an error."""
+        self.release()
+        self.memories = tuple(allocate(self.kv_heads, width) for width in self.widths)
+        self.resize(slots)
 
     def release(self) -> None:
         """Free the memory until the next `bind`; attention must not run meanwhile."""
         self.keys = self.values = None
+        self.memories = ()
 
     def resize(self, slots: int) -> None:
-        """Resize to `slots` tokens, keeping the common slots; only this layer exists twice meanwhile."""
-        self.keys = _resized(self.keys, slots)
-        self.values = _resized(self.values, slots)
+        """Resize to `slots` tokens, keeping the common slots; after an error the layer is as it was."""
+        before = 0 if self.keys is None else self.keys.shape[1]
+        made: list[Tensor] = []
+        try:
+            for memory in self.memories:
+                made.append(memory.resize(slots))
+        except BaseException:
+            for memory in self.memories[: len(made)]:
+                memory.undo(before)
+            raise
+        self.keys, self.values = made
+
+    def undo(self, slots: int) -> None:
+        """Return to `slots` tokens after a larger size; never fails."""
+        for memory in self.memories:
+            memory.undo(slots)
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[:, :slots], self.values[:, :slots]
 
     def copy(self, old: slice, new: slice) -> None:
         """Copy slots to slots."""
         for memory in (self.keys, self.values):
             if memory is not None:
                 memory[:, new] = memory[:, old]
-
-
-def _resized(memory: Tensor | None, slots: int) -> Tensor | None:
-    if memory is None:
-        return None
-    heads, before, width = memory.shape
-    made = memory.new_empty(heads, slots, width)
-    kept = min(slots, before)
-    made[:, :kept] = memory[:, :kept]
-    made[:, kept:] = 0  # unwritten slots are read with weight 0, and NaN times 0 is NaN
-    return made
 
 
 def attach_pages(model: torch.nn.Module, form: AttentionBackend) -> list[LayerPages]:

@@ -8,7 +8,7 @@ the only unmeasured one on its GPU, it is measured at start, before CUDA graphs 
     3. KV memory = the lesser of the step's budget and the free memory, less the work of such a round twice: for eager
        rounds, and for the memory pool of the graphs, which torch keeps separate
 
-A later resize would move every page and drop every graph, and too little memory refuses long prompts.
+Too little memory refuses long prompts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.errors import ModelError
 from weftline.nodes.contract import DeviceMemoryLimit
 from weftline.nodes.out_of_memory import is_out_of_memory
+from weftline.shm.device.growable import chunk_size, mapped_bytes
 
 if TYPE_CHECKING:
     from weftline.engine.llm.engine import Engine
@@ -68,11 +69,12 @@ class TorchMeter:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held(self) -> int:
-        return int(torch.cuda.memory_reserved(self._device))
+        mapped = mapped_bytes(f"cuda:{self._device.index or 0}")
+        return int(torch.cuda.memory_reserved(self._device)) + mapped
 
     def peak(self, compute: Callable[[], None]) -> int:
         self.free()
-        before = self.held()
+        before = int(torch.cuda.memory_reserved(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
         compute()
         torch.cuda.synchronize(self._device)
@@ -88,8 +90,9 @@ def fill_device(runners: Sequence[Runner], limits: RoundLimits, room: DeviceMemo
     work = max(meter.peak(lambda runner=runner: compute_largest(runner, limits)) for runner in runners)  # type: ignore[misc]
     for runner in runners:
         runner.release_pages()
-    rounding = sum(2 * runner.layers * BLOCK_BYTES for runner in runners)
     free = min(meter.free() - room.reserve_bytes, room.bytes - meter.held())
+    tensors = [2 * runner.layers for runner in runners]
+    rounding = sum(count * chunk_size(BLOCK_BYTES, free // count) for count in tensors)
     left = free - 2 * work - WORK_BYTES - rounding
     for runner, share in zip(runners, shares, strict=True):
         _bind(runner, max(share, left * share // sum(shares)) // runner.page_bytes, limits, free, work)
@@ -104,8 +107,7 @@ def keep_room(engine: Engine, room: DeviceMemoryLimit, meter: Meter) -> bool:
     if missing <= 0:
         return False
     runner = engine.runner
-    # during a resize a layer exists twice, and blocks are rounded up
-    pages = runner.pages - -(-(missing + 2 * runner.layers * BLOCK_BYTES) // runner.page_bytes)
+    pages = runner.pages - -(-(missing + runner.kv_rounding_bytes) // runner.page_bytes)
     _log.warning("CUDA graphs use %d bytes too many: %d pages instead of %d", missing, pages, runner.pages)
     engine.set_pages_at_wake(engine.resize(pages))
     return True

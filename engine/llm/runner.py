@@ -7,6 +7,7 @@ into one row and keeps only the needed logits.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
 from weftline.engine.llm.gpu.capture import CudaCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, Report, model_forward
+from weftline.engine.llm.kv_memory import kv_driver, torch_allocator, virtual_allocator
 from weftline.engine.llm.lora.adapters import Adapters
 from weftline.engine.llm.model_loader import LayerWeights, RunnerOptions, load_model, place
 from weftline.engine.llm.schedule import ScheduledChunk
@@ -28,6 +30,9 @@ from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.engine.llm.sleep import OffloadedTensors, has_own_memory
 from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError, ModelError
+from weftline.shm.device.driver import DriverError
+
+_log = logging.getLogger(__name__)
 
 KV_BYTES_DEFAULT = 256 << 20
 """Default KV memory: modest, since other models share the machine."""
@@ -69,6 +74,7 @@ class Runner:
         self.pages = self._size(options.kv_bytes)
         self._layers = layers
         self._like = like
+        self._kv_driver = kv_driver(self.device)
         self._offloaded: OffloadedTensors | None = None
         self.adapters: Adapters | None = None
         self._adapters_version = 0
@@ -176,15 +182,28 @@ class Runner:
 
     @torch.inference_mode()
     def resize(self, pages: int) -> None:
-        """Resize the layers to `pages` pages, one after the other; pages below both sizes keep their content.
+        """Resize the layers to `pages` pages; pages below both sizes keep their content.
 
-        CUDA graphs contain addresses and are dropped; see `record`.
+        Where memory cannot grow in place, the layers move one after the other, and CUDA graphs, which contain
+        addresses, are dropped; see `record`. A growth that fails raises and leaves the pages as they were.
         """
-        for layer in self._layers:
-            layer.resize(pages * self.page_tokens)
-        self.pages = pages
-        if self.graphs is not None:
+        if self.graphs is not None and self._kv_driver is None:
             self.graphs.drop()
+        before = self.pages * self.page_tokens
+        slots = pages * self.page_tokens
+        for at, layer in enumerate(self._layers):
+            try:
+                layer.resize(slots)
+            except Exception as error:
+                if slots > before:
+                    for grown in self._layers[:at]:
+                        grown.undo(before)
+                    raise
+                _log.warning("a layer keeps the memory of %d slots, of which %d are used: %s", before, slots, error)
+                layer.undo(slots)
+            if self._kv_driver is None and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # or the next layer finds no place for its smaller memory
+        self.pages = pages
 
     def release_pages(self) -> None:
         """Free all pages; nothing can be computed until `bind_pages`."""
@@ -201,6 +220,11 @@ class Runner:
         except ModelError:
             self.release_pages()
             raise
+
+    @property
+    def kv_rounding_bytes(self) -> int:
+        """Return by how much the KV memory can exceed the size of its pages: a chunk of every tensor."""
+        return sum(memory.chunk_bytes for layer in self._layers for memory in layer.memories)
 
     @property
     def layers(self) -> int:
@@ -300,10 +324,15 @@ class Runner:
 
     def _bind(self) -> None:
         """Allocate the pages; ModelError when there is no memory for them."""
+        slots = self.pages * self.page_tokens
+        if self._kv_driver is None:
+            allocate = torch_allocator(self._like)
+        else:
+            allocate = virtual_allocator(self._kv_driver, self._like.dtype, self.token_bytes, slots)
         try:
             for layer in self._layers:
-                layer.bind(self.pages * self.page_tokens, self._like)
-        except RuntimeError as error:  # torch's message names neither the option nor a remedy
+                layer.bind(slots, allocate)
+        except (RuntimeError, DriverError) as error:  # their messages name neither the option nor a remedy
             found = self.pages * self.page_bytes
             raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
 

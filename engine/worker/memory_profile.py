@@ -27,6 +27,7 @@ from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.faults import free_caches
 from weftline.nodes.ports import PortType
 from weftline.shm.device.driver import GpuDriver
+from weftline.shm.device.growable import mapped_bytes
 from weftline.shm.device.names import index_of, is_fake
 
 BATCH_BYTES_MAX = 1 << 30
@@ -100,18 +101,26 @@ class DeviceMemoryMeter:
             return None
         return cuda
 
+    @property
+    def _index(self) -> int:
+        return 0 if self._driver is None else index_of(self._driver.device)
+
     def _torch_bytes(self) -> int:
         cuda = self._cuda()
-        return 0 if cuda is None else int(cuda.memory_reserved(index_of(self._driver.device)))  # type: ignore[union-attr]
+        return 0 if cuda is None else int(cuda.memory_reserved(self._index)) + self._mapped_bytes()
 
     def _torch_peak_bytes(self) -> int:
         cuda = self._cuda()
-        return 0 if cuda is None else int(cuda.max_memory_reserved(index_of(self._driver.device)))  # type: ignore[union-attr]
+        return 0 if cuda is None else int(cuda.max_memory_reserved(self._index)) + self._mapped_bytes()
+
+    def _mapped_bytes(self) -> int:
+        """Return the memory that grows in place, which torch only views."""
+        return 0 if self._driver is None else mapped_bytes(self._driver.device)
 
     def _forget_peak(self) -> None:
         cuda = self._cuda()
-        if cuda is not None and self._driver is not None:
-            cuda.reset_peak_memory_stats(index_of(self._driver.device))
+        if cuda is not None:
+            cuda.reset_peak_memory_stats(self._index)
 
 
 def profile_largest_batch(step: StepToOpen, hosted: HostedStep) -> int:

@@ -68,21 +68,28 @@ class CudaDriver:
     def import_memory(self, descriptor: int) -> int:
         return int(self._here("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind()))
 
-    def map(self, memory: int, size_bytes: int, writable: bool) -> int:
-        nowhere = self._cuda.CUdeviceptr(0)
+    def map(self, memory: int, size_bytes: int, writable: bool, at: int = 0) -> int:
         with contextlib.ExitStack() as undo:
-            address = self._here("cuMemAddressReserve", size_bytes, 0, nowhere, 0)
-            undo.callback(self._here, "cuMemAddressFree", address, size_bytes)
-            self._here("cuMemMap", address, size_bytes, 0, self._memory(memory), 0)
-            undo.callback(self._here, "cuMemUnmap", address, size_bytes)
-            self._here("cuMemSetAccess", address, size_bytes, [self._access(writable)], 1)
+            address = at or self.reserve(size_bytes)
+            if not at:
+                undo.callback(self.unreserve, address, size_bytes)
+            self._here("cuMemMap", self._at(address), size_bytes, 0, self._memory(memory), 0)
+            undo.callback(self._here, "cuMemUnmap", self._at(address), size_bytes)
+            self._here("cuMemSetAccess", self._at(address), size_bytes, [self._access(writable)], 1)
             undo.pop_all()
-        return int(address)
+        return address
 
-    def unmap(self, address: int, size_bytes: int) -> None:
+    def unmap(self, address: int, size_bytes: int, reserved: bool = False) -> None:
         # A kernel that still reads here, of a tensor that was forgotten early, would take the whole context with it.
         self._here("cuCtxSynchronize")
         self._here("cuMemUnmap", self._at(address), size_bytes)
+        if not reserved:
+            self.unreserve(address, size_bytes)
+
+    def reserve(self, size_bytes: int) -> int:
+        return int(self._here("cuMemAddressReserve", size_bytes, 0, self._at(0), 0))
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
         self._here("cuMemAddressFree", self._at(address), size_bytes)
 
     def release(self, memory: int) -> None:

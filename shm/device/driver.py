@@ -9,6 +9,7 @@ of memory, streams and events are only valid for the driver that returned them. 
 
     create -> export -> (descriptor, to another process) -> import_memory       one physical memory, several processes
            -> map -> address -> unmap                                           seen by this process
+    reserve -> address -> map(at=...) -> unmap(reserved=True) -> unreserve      memory that grows in place
            -> release                                                           memory is freed with its last user
 
 Copies, records and waits are put on a stream and done in its order, later; `synchronize` and `wait_event` wait for them
@@ -73,11 +74,20 @@ class GpuDriver(Protocol):
     def import_memory(self, descriptor: int) -> int:
         """Return a handle of memory that another process exported; the descriptor stays the caller's."""
 
-    def map(self, memory: int, size_bytes: int, writable: bool) -> int:
-        """Map memory into this process's device addresses and return where; read-only if not `writable`."""
+    def map(self, memory: int, size_bytes: int, writable: bool, at: int = 0) -> int:
+        """Map memory into this process's device addresses and return where; read-only if not `writable`.
 
-    def unmap(self, address: int, size_bytes: int) -> None:
-        """Undo `map`; nothing on a stream may still use it."""
+        at: a free address of a range of `reserve`; 0: wherever there is room.
+        """
+
+    def unmap(self, address: int, size_bytes: int, reserved: bool = False) -> None:
+        """Undo `map`; nothing on a stream may still use it. reserved: the addresses stay reserved."""
+
+    def reserve(self, size_bytes: int) -> int:
+        """Reserve a range of this process's device addresses, without memory, and return its start."""
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        """Undo `reserve`; nothing may be mapped there."""
 
     def release(self, memory: int) -> None:
         """Release a handle. Memory is freed with its last handle, mapping and descriptor."""

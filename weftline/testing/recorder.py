@@ -29,14 +29,16 @@ ROLES: dict[str, tuple[tuple[str, ...], str]] = {
     "create": (("number",), "memory"),
     "export": (("memory",), "descriptor"),
     "import_memory": (("descriptor",), "memory"),
-    "map": (("memory", "number", "flag"), "address"),
-    "unmap": (("address", "number"), ""),
+    "map": (("memory", "number", "flag", "address"), "address"),
+    "unmap": (("address", "number", "flag"), ""),
     "release": (("memory",), ""),
     "allocate": (("number",), "address"),
     "free": (("address",), ""),
     "share": (("address",), "handle"),
     "open_shared": (("handle",), "address"),
     "close_shared": (("address",), ""),
+    "reserve": (("number",), "address"),
+    "unreserve": (("address", "number"), ""),
     "stream": ((), "stream"),
     "destroy_stream": (("stream",), ""),
     "copy": (("address", "address", "number", "stream"), ""),
@@ -106,10 +108,12 @@ class Recorder:
         except DriverError as refused:
             self.calls.append(Call(name, texts, f"refused: {type(refused).__name__}"))
             raise
-        if name in ("unmap", "free", "close_shared"):
+        inside = name in ("map", "unmap") and any(arguments[3 if name == "map" else 2 :])  # of reserved addresses
+        if name in ("unmap", "free", "close_shared", "unreserve") and not inside:
             self._ranges.pop(arguments[0], None)
-        self._names.pop((result_role, result), None)  # a number that comes again is something new
-        if result_role == "address":
+        if not inside:
+            self._names.pop((result_role, result), None)  # a number that comes again is something new
+        if result_role == "address" and not inside:
             sizes = [value for role, value in zip(roles, arguments) if role == "number"]
             self._ranges[result] = sizes[0] if sizes else 1
         self.calls.append(Call(name, texts, self._text(result_role, result) if result_role else ""))

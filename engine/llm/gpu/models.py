@@ -22,6 +22,7 @@ from weftline.engine.llm.gpu.buffers import Draw
 from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
 from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.kv_memory import torch_allocator
 from weftline.shm.device.names import is_fake
 
 PAGE_TOKENS = 16
@@ -207,7 +208,7 @@ class Decoding:
         attention.detach_others(self.model, self._layers)
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
         for layer in self._layers:
-            layer.bind(slots, like)
+            layer.bind(slots, torch_allocator(like))
 
     @torch.inference_mode()
     def pretend(self, length: int) -> None:

@@ -46,6 +46,9 @@ def ask_everything(gpu: GpuDriver) -> None:
     for writable in (True, False):
         gpu.unmap(gpu.map(gpu.import_memory(descriptor), 2 * MIB, writable), 2 * MIB)
     os.close(descriptor)
+    reserved = gpu.reserve(4 * MIB)
+    gpu.unmap(gpu.map(memory, 2 * MIB, True, reserved), 2 * MIB, True)
+    gpu.unreserve(reserved, 4 * MIB)
     gpu.release(memory)
     address = gpu.allocate(2 * MIB)
     gpu.close_shared(gpu.open_shared(gpu.share(address)))
@@ -85,7 +88,7 @@ def test_every_call_of_the_protocol_is_one_that_the_real_bindings_take() -> None
 
 MISTAKES = {
     "a function's name": ('"cuMemCreate"', '"cuMemCreat"'),
-    "a missing argument": ('"cuMemMap", address, size_bytes, 0,', '"cuMemMap", address, size_bytes,'),
+    "a missing argument": ("size_bytes, 0, self._memory(memory), 0)", "size_bytes, self._memory(memory), 0)"),
     "an argument too many": ('"cuMemRelease", self._memory(memory)', '"cuMemRelease", self._memory(memory), 0'),
     "a struct's field": ("kind.requestedHandleTypes =", "kind.requestedHandleType ="),
     "an inner struct's field": ("gpuDirectRDMACapable = 1", "gpuDirectRdmaCapable = 1"),

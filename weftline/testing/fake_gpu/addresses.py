@@ -37,6 +37,12 @@ class Addresses:
         del self._mappings[mapping.address]
         self._starts.remove(mapping.address)
 
+    def overlap(self, address: int, size_bytes: int) -> bool:
+        """Return True if a mapping lies in these addresses, wholly or in part."""
+        following = bisect_right(self._starts, address)
+        begins = following < len(self._starts) and self._starts[following] < address + size_bytes
+        return begins or self.around(address) is not None
+
     def around(self, address: int) -> Mapping | None:
         """Return the mapping that contains an address; None for a host address."""
         before = bisect_right(self._starts, address)

@@ -85,13 +85,21 @@ class FakeGpu:
         with self._lock:
             return self._memories.bring_in(descriptor)
 
-    def map(self, memory: int, size_bytes: int, writable: bool) -> int:
+    def map(self, memory: int, size_bytes: int, writable: bool, at: int = 0) -> int:
         with self._lock:
-            return self._memories.map(memory, size_bytes, writable)
+            return self._memories.map(memory, size_bytes, writable, at)
 
-    def unmap(self, address: int, size_bytes: int) -> None:
+    def unmap(self, address: int, size_bytes: int, reserved: bool = False) -> None:
         with self._lock:
-            self._memories.unmap("unmap", address, "map", size_bytes)
+            self._memories.unmap("unmap", address, "reserved" if reserved else "map", size_bytes)
+
+    def reserve(self, size_bytes: int) -> int:
+        with self._lock:
+            return self._memories.reserve(size_bytes)
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        with self._lock:
+            self._memories.unreserve(address, size_bytes)
 
     def release(self, memory: int) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ from weftline.shm.device.driver import SHARE_HANDLE_BYTES, DeviceOutOfMemory, Dr
 from weftline.testing.fake_gpu import watch as rules
 from weftline.testing.fake_gpu.addresses import Addresses
 from weftline.testing.fake_gpu.context import Context
-from weftline.testing.fake_gpu.memory import FakeMemory, Mapping
+from weftline.testing.fake_gpu.memory import PROT_NONE, FakeMemory, Mapping, map_fixed, unmap_range
 from weftline.testing.fake_gpu.streams import Streams
 
 _MAGIC = b"fakshare"
@@ -71,6 +71,7 @@ class Memories:
         self._addresses = addresses
         self._streams = streams
         self._by_handle: dict[int, FakeMemory] = {}
+        self._reserved: dict[int, int] = {}  # size of each reserved range, by its start
 
     @property
     def taken_bytes(self) -> int:
@@ -100,12 +101,28 @@ class Memories:
             raise DriverError("import_memory", "NOT_PERMITTED", "another process's memory is not let in on this device")
         return self._keep(self._new("import_memory", memory))
 
-    def map(self, handle: int, size_bytes: int, writable: bool) -> int:
+    def map(self, handle: int, size_bytes: int, writable: bool, at: int = 0) -> int:
         held = self._held("map", handle)
         _check_granularity("map", size_bytes)
         if size_bytes > held.size_bytes:
             raise DriverError("map", "INVALID_VALUE", f"{size_bytes} bytes of a memory of {held.size_bytes}")
-        return self._map(held, size_bytes, writable, "map")
+        if at:
+            self._check_free(at, size_bytes)
+        return self._map(held, size_bytes, writable, "reserved" if at else "map", at)
+
+    def reserve(self, size_bytes: int) -> int:
+        _check_granularity("reserve", size_bytes)
+        address = map_fixed(0, size_bytes, PROT_NONE)
+        self._reserved[address] = size_bytes
+        return address
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        if self._reserved.get(address) != size_bytes:
+            raise DriverError("unreserve", "INVALID_VALUE", "no range of that size was reserved there")
+        if self._addresses.overlap(address, size_bytes):
+            raise DriverError("unreserve", "INVALID_VALUE", "memory is mapped there")
+        del self._reserved[address]
+        unmap_range(address, size_bytes)
 
     def release(self, handle: int) -> None:
         if self._by_handle.pop(handle, None) is None:
@@ -151,7 +168,7 @@ class Memories:
         if self._streams.uses(mapping):
             raise self._context.refusal(rules.PENDING, call, "BUSY", "work on a stream still uses it")
         self._addresses.remove(mapping)
-        mapping.buffer.close()
+        mapping.close()
 
     def close(self) -> None:
         """Close all descriptors; mappings remain."""
@@ -185,8 +202,16 @@ class Memories:
             raise DriverError(call, "INVALID_HANDLE", "this memory does not exist, or was released")
         return memory
 
-    def _map(self, memory: FakeMemory, size_bytes: int, writable: bool, kind: str) -> int:
-        mapping = Mapping(memory, size_bytes, writable, kind)
+    def _check_free(self, at: int, size_bytes: int) -> None:
+        """DriverError unless the addresses are reserved, aligned and unused."""
+        inside = any(start <= at and at + size_bytes <= start + size for start, size in self._reserved.items())
+        if not inside:
+            raise DriverError("map", "INVALID_VALUE", "these addresses are not reserved")
+        if self._addresses.overlap(at, size_bytes):
+            raise DriverError("map", "ALREADY_MAPPED", "memory is mapped there already")
+
+    def _map(self, memory: FakeMemory, size_bytes: int, writable: bool, kind: str, at: int = 0) -> int:
+        mapping = Mapping(memory, size_bytes, writable, kind, at)
         self._addresses.add(mapping)
         return mapping.address
 

@@ -10,6 +10,7 @@ Nothing is reserved: a fake device of 8 GiB uses only the memory that is written
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -24,6 +25,13 @@ from weftline.testing.fake_gpu.events import SLOT_WORDS, EventPage
 
 HIDDEN_BYTES = 1 << 20
 """Size for 16,383 events, far more than the owner of an arena makes."""
+
+PROT_NONE, MAP_FIXED, MAP_NORESERVE = 0, 0x10, 0x4000
+"""Values of mmap(2) on Linux that Python's module does not have on every version."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 _MAGIC = int.from_bytes(b"weftfake", "little")
 
@@ -101,16 +109,44 @@ class FakeMemory:
 class Mapping:
     """A mapping of the first `size_bytes` of a memory at an address of this process.
 
-    kind: 'map', 'allocation' or 'shared', which selects the call that removes it.
+    kind: 'map', 'reserved', 'allocation' or 'shared', which selects the call that removes it.
+    at:   address in reserved addresses; 0: wherever there is room.
     """
 
     __slots__ = ("address", "buffer", "end", "kind", "memory", "size_bytes", "writable")
 
-    def __init__(self, memory: FakeMemory, size_bytes: int, writable: bool, kind: str) -> None:
+    def __init__(self, memory: FakeMemory, size_bytes: int, writable: bool, kind: str, at: int = 0) -> None:
         self.memory = memory
         self.size_bytes = size_bytes
         self.writable = writable
         self.kind = kind
-        self.buffer = memory.map(size_bytes, writable)
-        self.address = int(np.frombuffer(self.buffer, np.uint8).ctypes.data)
+        self.buffer: mmap.mmap | memoryview
+        if at:
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self.address = map_fixed(at, size_bytes, protection, memory.fd)
+            self.buffer = memoryview((ctypes.c_char * size_bytes).from_address(at)).cast("B")
+        else:
+            self.buffer = memory.map(size_bytes, writable)
+            self.address = int(np.frombuffer(self.buffer, np.uint8).ctypes.data)
         self.end = self.address + size_bytes
+
+    def close(self) -> None:
+        """Remove the mapping; addresses that were reserved before stay so."""
+        if isinstance(self.buffer, mmap.mmap):
+            self.buffer.close()
+        else:
+            self.buffer.release()
+            map_fixed(self.address, self.size_bytes, PROT_NONE)
+
+
+def map_fixed(at: int, size_bytes: int, protection: int, fd: int = -1) -> int:
+    """Map at an address by mmap(2), which Python's module cannot; at 0: anywhere. fd -1: addresses without memory."""
+    flags = (MAP_NORESERVE | mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE) if fd < 0 else mmap.MAP_SHARED
+    found = _LIBC.mmap(at, size_bytes, protection, flags | (MAP_FIXED if at else 0), fd, 0)
+    if found in (None, ctypes.c_void_p(-1).value):
+        raise DriverError("map", "OUT_OF_ADDRESSES", os.strerror(ctypes.get_errno()))
+    return int(found)
+
+
+def unmap_range(at: int, size_bytes: int) -> None:
+    _LIBC.munmap(at, size_bytes)

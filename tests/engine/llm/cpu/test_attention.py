@@ -11,6 +11,7 @@ from weftline.engine.llm.attention import LayerPages, Span, paged_attention
 from weftline.engine.llm.cpu import attention as attention_cpu
 from weftline.engine.llm.cpu.attention import CpuAttention, stretches
 from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.kv_memory import torch_allocator
 
 PAGE = 4
 
@@ -47,7 +48,7 @@ def _attend(shares, heads, kv_heads, window, softcap, scattered, dtype=torch.flo
         random.Random(3).shuffle(free)
     module, form = torch.nn.Module(), CpuAttention(PAGE)
     layer = LayerPages(form, kv_heads=kv_heads, widths=(width, width))
-    layer.bind(pages * PAGE, torch.empty(0, dtype=kv_dtype or dtype))
+    layer.bind(pages * PAGE, torch_allocator(torch.empty(0, dtype=kv_dtype or dtype)))
     layer.keys.fill_(torch.nan)  # reading an unwritten slot would show
     layer.values.fill_(torch.nan)
     module.weftline_pages = layer
@@ -151,7 +152,7 @@ def test_page_tables_that_grow_shrink_and_change_are_read_as_they_are_now():
 
 def test_memory_that_grows_and_shrinks_keeps_what_lies_below_both_ends():
     layer = LayerPages(CpuAttention(PAGE), kv_heads=2, widths=(4, 3))
-    layer.bind(8, torch.empty(0))
+    layer.bind(8, torch_allocator(torch.empty(0)))
     layer.keys.copy_(torch.arange(64.0).view(2, 8, 4))
     before = layer.keys[:, :6].clone()
     layer.resize(20)

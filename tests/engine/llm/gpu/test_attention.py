@@ -20,6 +20,7 @@ from weftline.engine.llm.gpu import attention as gpu_attention
 from weftline.engine.llm.gpu.attention import GpuAttention, PlainOps, ops_for
 from weftline.engine.llm.gpu.buffers import BufferLimits, RoundBuffers
 from weftline.engine.llm.kv_cache import PageTable
+from weftline.engine.llm.kv_memory import torch_allocator
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 
 def layers(form: Any) -> LayerPages:
     layer = LayerPages(form, kv_heads=KV, widths=(WIDTH, WIDTH))
-    layer.bind(PAGES * PAGE, torch.empty(0))
+    layer.bind(PAGES * PAGE, torch_allocator(torch.empty(0)))
     return layer
 
 
