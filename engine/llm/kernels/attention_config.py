@@ -4,10 +4,11 @@ Two kinds of rounds: *decode*, where the padded round has few rows for each sequ
 time goes into reading keys and values; and *prefill*, where tiles are large and the time goes into multiplying. A
 round of both kinds runs with prefill's sizes.
 
-No row of this table was timed on a GPU. They were chosen from sizes: a program's registers (65 536 for all threads of
-a multiprocessor, at most 255 for one; docs/kernels.md has what the compiler made of each row) and its shared memory, of
-which a multiprocessor has 164 KiB on an A100 and 228 KiB on an H100. Reading a key takes two loads, its page's number
-and then the key, and Triton divides the stages between them: of 5 stages, 2 are steps of keys and values under way.
+Hopper's rows of width 128 are the fastest of those that were timed on an H200 (docs/gpu-validation.md). The others were
+chosen from sizes: a program's registers (65 536 for all threads of a multiprocessor, at most 255 for one;
+docs/kernels.md has what the compiler made of each row) and its shared memory, of which a multiprocessor has 164 KiB on
+an A100 and 228 KiB on an H100. Reading a key takes two loads, its page's number and then the key, and Triton divides
+the stages between them: of 5 stages, 2 are steps of keys and values under way.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ class AttentionConfig:
 _HOPPER = {
     # decode: the smallest tile, and several programs on a multiprocessor; nothing but reading takes time
     (True, 64): AttentionConfig(16, 128, 4, 5),
-    (True, 128): AttentionConfig(16, 64, 4, 5),
+    (True, 128): AttentionConfig(16, 64, 4, 3),
     (True, 256): AttentionConfig(16, 32, 4, 5),
     # prefill: 128 lanes are two groups of four warps, each at a multiplication of 64 lanes, which Hopper has
     (False, 64): AttentionConfig(128, 64, 8, 5),
-    (False, 128): AttentionConfig(128, 64, 8, 5),
+    # of width 128 one group is faster: a decoding row beside a prompt takes a tile of its own, mostly empty
+    (False, 128): AttentionConfig(64, 32, 4, 3),
     (False, 256): AttentionConfig(128, 32, 8, 3),
 }
 _AMPERE = {

@@ -108,10 +108,10 @@ is written by `python -m weftline.engine.llm.kernels.report`, which compiles eve
 architectures without needing any of them, and reads the assembler's report.
 
 **What was checked, and what was not.** The kernels' numbers are compared with a float64 reference in Triton's
-interpreter, on a CPU. That each form compiles, and what it takes, is below. They have not run on a GPU: nothing is said
-here about their speed, and the sizes in `engine/llm/kernels/attention_config.py` were chosen from registers and shared
-memory alone. This command compares all kernels with the reference on a GPU and times attention there; it needs torch,
-triton and numpy only, and prints a table and one line of JSON:
+interpreter, on a CPU. That each form compiles, and what it takes, is below. They were right on one H200
+(docs/gpu-validation.md, with times). The sizes in `engine/llm/kernels/attention_config.py` were chosen from registers
+and shared memory, those of Hopper and width 128 from times. This command compares all kernels with the reference on a
+GPU and times attention there; it needs torch, triton and numpy only, and prints a table and one line of JSON:
 
 ```
 python -m weftline.engine.llm.kernels.gpu_check

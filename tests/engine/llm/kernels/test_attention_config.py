@@ -13,7 +13,7 @@ from weftline.engine.llm.kernels.attention_config import attention_config, split
 
 def test_one_row_for_each_sequence_is_decoding() -> None:
     assert attention_config(64, 64, 4, 128, 2, 90).lanes == 16
-    assert attention_config(72, 64, 4, 128, 2, 90).lanes == 128
+    assert attention_config(72, 64, 4, 128, 2, 90).lanes == 64
 
 
 def test_all_heads_of_a_key_head_fit_into_a_tile() -> None:
