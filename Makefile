@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 SEEDS ?= 1000
 TEST_PROCESSES ?= 2
 GPU_WHEELS := annotated-types cffi httptools llguidance msgspec prometheus-client protobuf pycparser pydantic pydantic-core \
-	python-multipart python-rapidjson soundfile starlette torchao tritonclient typing-inspection uvicorn uvloop
+	python-multipart python-rapidjson soundfile soxr starlette torchao tritonclient typing-inspection uvicorn uvloop
 GPU_WHEELS_MIB := 20
 GPU_PLATFORMS := $(foreach libc,5 12 17 24 27 28 31 34 35,--platform manylinux_2_$(libc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 GPU_PYTHON = $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))

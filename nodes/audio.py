@@ -1,12 +1,8 @@
 """Audio decoding to mono 16 kHz `float32[samples]`, with header checks before decoding.
 
 libsndfile decodes WAV, FLAC, Ogg and MP3. The header is checked before decoding, and decoded frames are counted against
-the limit, because a header may be wrong in either direction.
-
-Sample rates are converted by a polyphase Kaiser-windowed sinc in numpy. An output sample lies between two input samples
-at one of `up` fractions (phases), each with a short filter of its own: the ideal low-pass of the slower rate, cut off
-by a Kaiser window (A. V. Oppenheim and R. W. Schafer, Discrete-Time Signal Processing, section 7.5). With the constants
-below, aliases are more than 70 dB down.
+the limit, because a header may be wrong in either direction. libsoxr converts sample rates, at a cost that depends on
+the number of samples and hardly on the ratio of the rates.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,33 +20,8 @@ import numpy as np
 from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ
 
-ZERO_CROSSINGS = 24
-"""Half the filter's length, in zero crossings of the sinc: longer is steeper."""
-
-KAISER_BETA = 8.0
-"""Shape of the window; 8 puts side lobes near -80 dB."""
-
-ROLL_OFF = 0.93
-"""Where the filter starts to close, as a share of the slower rate's half."""
-
-WINDOW_BYTES = 8 << 20
-"""Bytes of windows computed at a time, which bounds the working memory of resampling."""
-
-
 BLOCK_SAMPLES = 1 << 16
 """Most input samples processed at a time."""
-
-
-@lru_cache(maxsize=16)
-def _filters(up: int, down: int) -> np.ndarray:
-    """Return float32 [up, taps]: the filter of each phase, each summing to one."""
-    cutoff = min(1.0, up / down) * ROLL_OFF
-    reach = math.ceil(ZERO_CROSSINGS / cutoff)
-    offsets = np.arange(-reach + 1, reach + 1)[None, :] - (np.arange(up) / up)[:, None]
-    window = np.i0(KAISER_BETA * np.sqrt(np.clip(1 - (offsets / reach) ** 2, 0, 1)))
-    taps = np.sinc(cutoff * offsets) * window
-    filters: np.ndarray = (taps / taps.sum(axis=1, keepdims=True)).astype(np.float32)
-    return filters
 
 
 def resampled_samples(samples: int, rate_hz: int, to_hz: int) -> int:
@@ -77,30 +47,28 @@ def resample_into(blocks: Iterable[np.ndarray], samples: int, rate_hz: int, to_h
     if rate_hz == to_hz:
         _join(blocks, out)
         return
-    common = math.gcd(rate_hz, to_hz)
-    up, down = to_hz // common, rate_hz // common
-    filters = _filters(up, down)
-    taps = filters.shape[1]
-    held, first = np.zeros(taps // 2 - 1, np.float32), 0  # samples with a margin in front; where they begin
-    done = seen = 0
-    for block in _with_margin(blocks, taps // 2 + 1):
-        held = np.concatenate((held, block))
+    import soxr
+
+    stream = soxr.ResampleStream(rate_hz, to_hz, 1, dtype="float32", quality="HQ")
+    seen = done = 0
+    for block in _in_parts(blocks):
         seen += len(block)
-        if seen > samples + taps // 2 + 1:
+        if seen > samples:
             raise ValueError(f"more than {samples} samples")
-        # the outputs whose windows are whole by now: the last begins at first + len(held) - taps
-        ready = min(((first + len(held) - taps) * up + up - 1) // down + 1, len(out))
-        for start in range(done, ready, max(1, WINDOW_BYTES // (4 * taps))):
-            end = min(start + max(1, WINDOW_BYTES // (4 * taps)), ready)
-            base, phase = np.divmod(np.arange(start, end, dtype=np.int64) * down, up)
-            windows = np.lib.stride_tricks.sliding_window_view(held, taps)
-            np.einsum("ot,ot->o", windows[base - first], filters[phase], out=out[start:end])
-        done = max(done, ready)
-        passed = min(done * down // up - first, len(held))
-        if passed > 0:
-            held, first = held[passed:], first + passed
-    if seen - (taps // 2 + 1) != samples:
+        done = _append(out, done, stream.resample_chunk(block))
+    if seen != samples:
         raise ValueError(f"{seen} samples, expected {samples}")
+    # libsoxr rounds the number of samples down; silence behind the end completes the last one
+    silence = np.zeros(-(-rate_hz // to_hz) + 1, np.float32)
+    done = _append(out, done, stream.resample_chunk(silence, last=True))
+    out[done:] = 0.0
+
+
+def _append(out: np.ndarray, done: int, made: np.ndarray) -> int:
+    """Write as much of `made` behind `done` as fits; return the new end."""
+    end = min(done + len(made), len(out))
+    out[done:end] = made[: end - done]
+    return end
 
 
 def _join(blocks: Iterable[np.ndarray], out: np.ndarray) -> None:
@@ -114,11 +82,10 @@ def _join(blocks: Iterable[np.ndarray], out: np.ndarray) -> None:
         raise ValueError(f"{at} samples, expected {len(out)}")
 
 
-def _with_margin(blocks: Iterable[np.ndarray], margin: int) -> Iterator[np.ndarray]:
+def _in_parts(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     for block in blocks:
         for start in range(0, len(block), BLOCK_SAMPLES):
             yield block[start : start + BLOCK_SAMPLES]
-    yield np.zeros(margin, np.float32)
 
 
 SECONDS_MAX = 120.0
@@ -132,7 +99,7 @@ PEAK_MAX = 16.0
 """Largest accepted float sample: larger values are integers that were not scaled."""
 
 WORKING_BYTES = 16 << 20
-"""Working memory of decoding besides its result, for any length: blocks and windows."""
+"""Working memory of decoding besides its result, for any length: blocks and filters."""
 
 _FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _BLOCK = 1 << 16

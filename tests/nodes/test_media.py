@@ -154,7 +154,25 @@ def test_resampling_keeps_tones_and_removes_what_would_alias() -> None:
     assert np.abs(removed).max() < 1e-3
 
 
-@pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 48_000, 192_000])
+def test_a_rate_without_a_common_divisor_costs_little() -> None:
+    samples = np.random.default_rng(1).standard_normal(10 * 191_999, np.float32)
+    began = time.process_time()
+    resample(samples, 191_999, 16_000)
+    assert time.process_time() - began < 0.25
+    began = time.process_time()
+    assert len(decode_audio(wav(244 / 191_999, 191_999))) == 21
+    assert time.process_time() - began < 0.1
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 48_000, 191_999, 192_000])
+@pytest.mark.parametrize("samples", [1, 2, 7, 244])
+def test_a_short_recording_of_any_rate_keeps_its_level(rate: int, samples: int) -> None:
+    found = resample(np.ones(samples, np.float32), rate, 16_000)
+    assert len(found) == -(-samples * 16_000 // rate)
+    assert np.isfinite(found).all() and np.abs(found).max() < 1.5
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 16_001, 22_050, 48_000, 191_999, 192_000])
 def test_any_rate_becomes_as_many_samples_as_it_should(rate: int) -> None:
     assert len(resample(np.zeros(rate, np.float32), rate, 16_000)) == 16_000
 
