@@ -230,6 +230,7 @@ class Llm(StreamNode):
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
                 images=prepared.images,
+                caller=urgency.caller,
             )  # fmt: skip
         except WeftlineError as error:
             self._refuse(item, error)

@@ -86,6 +86,7 @@ class LlmRequestOptions:
     retention:   how long parts of the prompt stay cached afterwards.
     pool:        it gets the result of the model's head instead of an answer.
     images:      pictures of the prompt, in order.
+    caller:      name of the caller, which shares the engine with others in equal parts.
     """
 
     priority: int = 0
@@ -96,6 +97,7 @@ class LlmRequestOptions:
     pool: bool = False
     shared: int = 0
     images: tuple[PromptImage, ...] = ()
+    caller: str = ""
 
 
 DEFAULT_OPTIONS = LlmRequestOptions()
@@ -171,6 +173,7 @@ def to_sequences(
             shared=options.shared,
             images=images,
             rotary=rotary,
+            caller=options.caller,
         )
         for index in range(params.n)
     ]

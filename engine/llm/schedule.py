@@ -10,6 +10,10 @@ A sequence has known and computed tokens. A round assigns the difference under o
 A prompt longer than a round's budget is computed in chunks. While others decode, such chunks get at most `pace(...)`
 tokens together, so that rounds stay short (`weftline.engine.llm.prefill_pace`).
 
+With several callers each has an equal share of places and pages, and the prompts of the caller that used the fewest
+tokens come first (`weftline.engine.llm.shares`); ranks order the sequences of a caller. A sequence beyond its caller's
+share sits rounds out, and is preempted at most once for the pages of a caller below its share.
+
 Pages are allocated as tokens are scheduled. When none are left, a running sequence is preempted: it releases its pages,
 waits with all its known tokens, and is recomputed later, mostly from the prefix cache. Paused sequences are preempted
 first, then the worst rank. The best-ranked sequence can therefore always continue, and no request may need more than
@@ -32,6 +36,7 @@ from operator import attrgetter
 
 from weftline.engine.llm.kv_cache import PrefixCache
 from weftline.engine.llm.sequence import UNKNOWN, Sequence
+from weftline.engine.llm.shares import CallerShares
 
 MARGIN_MS = 1000.0
 """Urgency by which a waiting sequence must exceed a running one to preempt it: preemption loses computed tokens."""
@@ -135,6 +140,7 @@ class Schedule:
         self._places = min(limits.sequences_max, limits.tokens_max)  # each sequence of a round has at least one token
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._shares = CallerShares()
 
     @property
     def waiting(self) -> tuple[Sequence, ...]:
@@ -149,6 +155,7 @@ class Schedule:
         if self.pool.pages_for(sequence.limit) > self.pool.size:
             raise ValueError(f"sequence {sequence.id} may reach {sequence.limit} tokens, more than the pool holds")
         self._waiting.append(sequence)
+        self._shares.enter(sequence.caller)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child`, whose tokens are `parent`'s, on the same pages."""
@@ -158,6 +165,7 @@ class Schedule:
         child.cached = parent.cached
         child.move("join")
         self._running.append(child)
+        self._shares.enter(child.caller)
 
     def leave(self, sequence: Sequence, event: str) -> None:
         """Remove a sequence; its pages are free or idle at once. event: finish, cancel or fail."""
@@ -165,6 +173,7 @@ class Schedule:
         for group in (self._waiting, self._running):
             if sequence in group:
                 group.remove(sequence)
+                self._shares.exit(sequence.caller)
         self.pool.drop(sequence.table)
 
     def resize(self, pages: int) -> tuple[int, list[Sequence]]:
@@ -186,7 +195,12 @@ class Schedule:
         """
         plan = _RoundPlan(self.limits.tokens_max, self.limits.tokens_max)
         # A resumed sequence whose place in the round is occupied waits until another sequence ends.
-        active = sorted((s for s in self._running if not s.paused), key=_rank)[: self._places]
+        active = sorted((s for s in self._running if not s.paused), key=_rank)
+        left_out: list[Sequence] = []
+        if self._shares.contended:
+            waiting = sorted((s for s in self._waiting if not s.paused), key=_rank)
+            active, left_out = self._shares.choose(active, waiting, self._places)
+        active = active[: self._places]
         decoding: list[Sequence] = []
         others: list[Sequence] = []
         for sequence in active:
@@ -203,13 +217,20 @@ class Schedule:
         paced = pace(len(decoding)) if others or self._waiting else None
         plan.paced = plan.budget if paced is None else max(1, paced)
         if self._waiting:
-            others = sorted([*others, *(s for s in self._waiting if not s.paused)], key=_rank)
+            others += (s for s in self._waiting if not s.paused)
+        if self._waiting or self._shares.contended:
+            others.sort(key=self._shares.order if self._shares.contended else _rank)
         joining = True
         for sequence in others:
             if sequence.state == "running":
-                self._schedule_chunk(sequence, plan)
+                if len(plan.chunks) < self._places:
+                    self._schedule_chunk(sequence, plan)
             elif joining:
                 joining = self._try_join(sequence, plan)
+        for sequence in left_out:
+            if len(plan.chunks) >= self._places:
+                break
+            self._schedule_chunk(sequence, plan)  # in the place of one that could not join
         chunks = list(plan.chunks.values())
         if others or self._waiting:
             chunks.sort(key=lambda chunk: chunk.count - len(chunk.draft) > 1)
@@ -246,6 +267,8 @@ class Schedule:
             return False
         plan.chunks[sequence.order] = ScheduledChunk(sequence, sequence.computed, 1)
         plan.budget -= 1
+        if self._shares.contended:
+            self._shares.charge(sequence.caller, 1)
         return True
 
     def _schedule_chunk(self, sequence: Sequence, plan: _RoundPlan) -> None:
@@ -279,6 +302,8 @@ class Schedule:
             sequence, sequence.computed, count + len(drafted), drafted, samples
         )
         plan.budget -= count + len(drafted)
+        if self._shares.contended:
+            self._shares.charge(sequence.caller, count + len(drafted))
         if self._is_long(sequence):
             plan.paced -= count
 
@@ -324,6 +349,9 @@ class Schedule:
         if self._has_place(sequence, plan):
             return True
         victims = [s for s in self._running if s.paused or s.due_ms >= sequence.due_ms + MARGIN_MS]
+        if self._shares.contended:
+            surplus = self._shares.surplus(sequence.caller, self._running, self._places, self.pool.size)
+            victims += [s for s in surplus if s not in victims]
         if not self._has_place(sequence, plan, victims):
             return False
         for victim in sorted(victims, key=_preemption_key, reverse=True):
@@ -339,12 +367,21 @@ class Schedule:
         gone = without or []
         active = self._active() - sum(not s.paused for s in gone)
         budget = plan.budget + sum(plan.chunks[s.order].count for s in gone if s.order in plan.chunks)
-        if active >= self._places or budget < 1:
+        scheduled = len(plan.chunks) - sum(s.order in plan.chunks for s in gone)
+        occupied = max(scheduled, self._occupied(sequence, active, gone))
+        if occupied >= self._places or budget < 1:
             return False
         # Each active sequence may soon need one more page: joining on the last pages would only cause preemption.
         needed = self._pages_missing(sequence, min(sequence.remaining, budget)) + active
         held = Counter(page for s in gone for page in s.table.pages)  # shared pages stay while others refer to them
         return needed <= self.pool.available + sum(self.pool.references(page) == n for page, n in held.items())
+
+    def _occupied(self, sequence: Sequence, active: int, gone: list[Sequence]) -> int:
+        """Return the places of a round that a waiting sequence cannot have, of `active` ones without `gone`."""
+        if active < self._places or not self._shares.contended:
+            return active
+        staying = [one for one in self._running if not one.paused and one not in gone]
+        return self._shares.occupied(sequence.caller, staying, self._places)
 
     def _active(self) -> int:
         return sum(not sequence.paused for sequence in self._running)

@@ -79,6 +79,7 @@ class Sequence:
     retention: how long parts of the prompt stay in the prefix cache.
     images:    pictures of the prompt, in order.
     rotary:    positions of its tokens in three dimensions, for a model that has them; None: a token's index.
+    caller:    name of its caller, which has an equal share of the engine; '' without tokens.
     """
 
     id: int
@@ -112,6 +113,7 @@ class Sequence:
     shared: int = 0
     images: tuple[PromptImage, ...] = ()
     rotary: RotaryPositions | None = None
+    caller: str = ""
     due_ms: float = field(init=False)
     rank: tuple[float, int] = field(init=False)
 

@@ -26,10 +26,12 @@ def _sequence(
     alike: int = 0,
     arrived_ms: float = 0.0,
     deadline_ms: float | None = None,
+    caller: str = "",
 ) -> Sequence:
     tokens = [token if token < alike else 1000 * id + token for token in range(prompt)]
     params = SamplingParams(tokens_max=answer)
-    return Sequence(id, tokens, prompt, prompt + answer, params, id, priority, b"", arrived_ms, deadline_ms)
+    limit = prompt + answer
+    return Sequence(id, tokens, prompt, limit, params, id, priority, b"", arrived_ms, deadline_ms, caller=caller)
 
 
 def _play(schedule: Schedule, live: dict[int, Sequence]) -> list[tuple[int, int, int]]:
@@ -227,11 +229,15 @@ def test_a_paused_one_gives_its_pages_before_one_of_worse_rank_that_runs():
         max_size=12,
     ),
     seed=st.integers(0, 99),
+    callers=st.integers(1, 4),
 )
-def test_everything_finishes_and_every_page_comes_back(pages, tokens_max, sequences_max, wanted, seed):
+def test_everything_finishes_and_every_page_comes_back(pages, tokens_max, sequences_max, wanted, seed, callers):
     schedule = _schedule(pages, 4, tokens_max, sequences_max)
     rng, live = random.Random(seed), {}
-    coming = [_sequence(i + 1, prompt, answer, pri, alike) for i, (prompt, answer, pri, alike) in enumerate(wanted)]
+    coming = [
+        _sequence(i + 1, prompt, answer, pri, alike, caller=str(rng.randrange(callers)))
+        for i, (prompt, answer, pri, alike) in enumerate(wanted)
+    ]
     rounds = idle = 0
     while coming or live:
         if coming and (not live or rng.random() < 0.3):
@@ -253,6 +259,82 @@ def test_everything_finishes_and_every_page_comes_back(pages, tokens_max, sequen
         rounds += 1
         assert rounds < 5000, "the schedule does not get done"
     assert schedule.pool.counts().used == 0
+    assert not schedule._shares._live and not schedule._shares._used
+
+
+def _crowded(schedule: Schedule, count: int, prompt: int, answer: int) -> dict[int, Sequence]:
+    """Add `count` sequences of caller 'many'."""
+    live = {at: _sequence(at, prompt, answer, caller="many") for at in range(1, count + 1)}
+    for sequence in live.values():
+        schedule.add(sequence)
+    return live
+
+
+def test_a_caller_with_many_sequences_leaves_others_their_share_of_places():
+    schedule = _schedule(pages=400, tokens_max=64, sequences_max=8)
+    live = _crowded(schedule, 60, 3, 40)
+    for _ in range(3):
+        _play(schedule, live)
+    for id in (100, 101):
+        live[id] = _sequence(id, 3, 20, caller="few")
+        schedule.add(live[id])
+    rounds = 0
+    while 100 in live or 101 in live:
+        done = _play(schedule, live)
+        rounds += 1
+        if 100 in live:
+            assert len(done) == 8, "places stay empty"
+    assert rounds <= 22
+    assert {s.preemptions for s in live.values()} == {0}
+
+
+def test_answers_that_fork_leave_others_their_share_of_places():
+    schedule = _schedule(pages=400, tokens_max=64, sequences_max=8)
+    live = {1: _sequence(1, 3, 40, caller="many")}
+    schedule.add(live[1])
+    _play(schedule, live)
+    for id in range(2, 65):  # as n = 64 does
+        live[id] = _sequence(id, 3, 40, caller="many")
+        live[id].tokens = list(live[1].tokens)
+        schedule.fork(live[1], live[id])
+    live[100] = _sequence(100, 3, 10, caller="few")
+    schedule.add(live[100])
+    rounds = 0
+    while 100 in live:
+        _play(schedule, live)
+        rounds += 1
+    assert rounds <= 11
+
+
+def test_prompts_of_the_caller_that_used_least_come_first():
+    schedule = _schedule(pages=400, tokens_max=16, sequences_max=8)
+    live = _crowded(schedule, 10, 80, 2)
+    for _ in range(4):
+        _play(schedule, live)
+    live[100] = _sequence(100, 12, 2, caller="few")
+    schedule.add(live[100])
+    assert any(id == 100 for _ in range(2) for id, _, _ in _play(schedule, live))
+
+
+def test_a_caller_with_all_pages_gives_up_what_exceeds_its_share_once():
+    schedule = _schedule(pages=32, tokens_max=64, sequences_max=8)
+    live = _crowded(schedule, 8, 12, 4)  # four pages each
+    for _ in range(2):
+        _play(schedule, live)
+    for id in (100, 101, 102):
+        live[id] = _sequence(id, 20, 8, caller="few")
+        schedule.add(live[id])
+    rounds = 0
+    while 100 in live:
+        _play(schedule, live)
+        rounds += 1
+    assert rounds <= 10
+    everything = list(live.values())
+    while live:
+        _play(schedule, live)
+        rounds += 1
+        assert rounds < 100
+    assert max(sequence.preemptions for sequence in everything) <= 2
 
 
 def test_pages_that_others_share_do_not_justify_a_preemption():
