@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.jobs.rows import RowError, Unusable
+from weftline.engine.jobs.rows import JSON_CELL, RowError, Unusable
 from weftline.engine.jobs.sources.source import need, open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.problems import did_you_mean, listed
 
@@ -138,6 +140,48 @@ def streamed(dataset: Any) -> Iterator[pa.Table]:
             yield pa.Table.from_batches([batch])
 
 
+def object_cells(frame: Any) -> tuple[pa.Table, pa.Schema] | None:
+    """Return a pandas frame whose columns of objects are JSON cells, and its schema; None if it has no such columns.
+
+    Arrow has one type for a column, so that objects would get each other's keys.
+    """
+    if type(frame).__module__.partition(".")[0] != "pandas":
+        return None
+    import pyarrow as pa
+
+    from weftline.engine.jobs.sources.cells import cell_field, learned_json
+
+    found = {name: cells for name in frame.columns if (cells := _json_cells(frame[name])) is not None}
+    if not found:
+        return None
+    table = pa.RecordBatchReader.from_stream(frame.drop(columns=list(found))).read_all()
+    fields = list(table.schema)
+    for place, name in enumerate(frame.columns):
+        if name in found:
+            texts, values = found[name]
+            table = table.add_column(place, cell_field(str(name), pa.string(), JSON_CELL), pa.array(texts, pa.string()))
+            fields.insert(place, learned_json([{str(name): value} for value in values]).field(0))
+    return table, pa.schema(fields)
+
+
+def _json_cells(column: Any) -> tuple[list[str | None], list[Any]] | None:
+    """Return the cells of a pandas column of objects, and its values; None for a column that Arrow has a type for.
+
+    A missing value is None: pandas has NaN there.
+    """
+    if column.dtype != object:
+        return None
+    values = [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
+    kinds = {value.__class__ for value in values} - {type(None)}
+    if kinds <= {str} or not kinds <= {str, bool, int, float, list, dict}:
+        return None
+    try:
+        values = [to_json(value) for value in values]
+        return [None if value is None else json.dumps(value) for value in values], values
+    except (NotJson, TypeError, ValueError, RecursionError):
+        return None
+
+
 def numbered(tables: Iterable[pa.Table]) -> Iterator[tuple[Sequence[str], pa.Table]]:
     """Yield tables with row numbers as ids."""
     place = 0
@@ -171,6 +215,7 @@ def _table_runs(
     rows: int,
     loader: Loader | None,
 ) -> Iterator[RowChunk]:
+    from weftline.engine.jobs.sources.cells import python_rows
     from weftline.engine.jobs.sources.media import Loader
 
     with loader or Loader() as files:
@@ -179,12 +224,24 @@ def _table_runs(
                 part = table.slice(start, rows)
                 own = part.select(kept)
                 yield RowChunk(
-                    ids[start : start + rows], binding.inputs(part, files), own.to_pylist, partial(_same, own)
+                    ids[start : start + rows],
+                    binding.inputs(part, files),
+                    partial(python_rows, own, binding.schema),
+                    partial(_typed, own, binding.schema),
                 )
 
 
-def _same(table: pa.Table) -> pa.Table:
-    return table
+def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return copied columns as they are in a table."""
+    import pyarrow as pa
+
+    from weftline.engine.jobs.sources.cells import kept, kept_field
+
+    wanted = pa.schema([kept_field(schema.field(name), lines=False) for name in table.schema.names])
+    found, reasons = kept(table, schema, wanted)
+    for why in reasons.values():
+        raise InputError(f"copied columns: {why}; select others with keep=")
+    return found
 
 
 MEDIA = ("image", "audio", "bytes")
@@ -317,6 +374,9 @@ def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
     if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
         tables = dataset.with_format("arrow").iter(batch_size=wanted.rows)
         return ChunkedDataset(runs_of_tables(numbered(as_tables(tables)), wanted))
+    if (frame := object_cells(dataset)) is not None:
+        table, schema = frame
+        return ChunkedDataset(runs_of_tables(numbered([table]), wanted, schema))
     if hasattr(dataset, "__arrow_c_stream__"):
         return ChunkedDataset(runs_of_tables(numbered(streamed(dataset)), wanted))
     if isinstance(dataset, Mapping):

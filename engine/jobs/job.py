@@ -35,8 +35,10 @@ from weftline.engine.jobs.recorder import JobRecorder
 from weftline.engine.jobs.report.text import counted
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
+from weftline.engine.jobs.sources.cells import cell_kind, kept
 from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.sources.media import Loader
+from weftline.engine.jobs.sources.reader import with_reasons
 from weftline.engine.jobs.sources.source import open_loader
 from weftline.engine.jobs.spec import ErrorsMax, JobSpec
 from weftline.errors import InputError, TooManyErrors
@@ -247,10 +249,12 @@ class _Run:
 def _pending_block(
     job: PreparedJob, loader: Loader, one: BlockRows, row_numbers: Sequence[int] | None, completes: bool
 ) -> PendingBlock:
-    """Return the block: converted inputs and kept columns."""
-    inputs = job.binding.inputs(one.table, loader)
-    block = RowBlock(one.part, one.row_number, one.ids, inputs, one.table.select(job.kept.names), row_numbers)
-    return PendingBlock(block, one.after, completes, size_of(block))
+    """Return the block: converted inputs and kept columns. A row that cannot be kept is unusable."""
+    table, reasons = kept(one.table, job.binding.schema, job.kept)
+    inputs = job.binding.inputs(with_reasons(one.table, reasons), loader)
+    block = RowBlock(one.part, one.row_number, one.ids, inputs, table, row_numbers)
+    cells = [name for name in job.binding.columns.values() if cell_kind(job.binding.schema.field(name))]
+    return PendingBlock(block, one.after, completes, size_of(block) + one.table.select(cells).nbytes)
 
 
 def _files(job: PreparedJob, store: Store) -> Mapping[str, str]:

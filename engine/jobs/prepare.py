@@ -24,6 +24,7 @@ from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.runners.plans import required_steps, row_inputs
+from weftline.engine.jobs.sources.cells import kept_field
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -94,7 +95,7 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
     source = open_source(spec.data)
     try:
         binding = bind(source.schema, *row_inputs(plan), spec.data.maps)
-        kept = _kept(source.schema, binding, spec.out.keep)
+        kept = _kept(source.schema, binding, spec.out.keep, format)
         part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
         check_columns(columns.schema, format)
@@ -150,15 +151,16 @@ def _here(written: str) -> Path | None:
     return Path(posixpath.expanduser(path)).resolve()
 
 
-def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None) -> pa.Schema:
-    """Return the columns to copy: the named ones, else all but media."""
+def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None, format: str) -> pa.Schema:
+    """Return the columns to copy, with their types in the results: the named ones, else all but media."""
     import pyarrow as pa
 
     known = [name for name in schema.names if name not in HIDDEN]
     names = (
         tuple(name for name in known if name not in binding.media) if keep is None else _chosen("column", keep, known)
     )
-    return pa.schema([schema.field(name) for name in names], metadata=schema.metadata)
+    fields = [kept_field(schema.field(name), format == "jsonl") for name in names]
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 def _chosen(what: str, names: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:

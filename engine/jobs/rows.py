@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+CSV_CELL, JSON_CELL = b"cell", b"value"
+"""Marks of columns that hold the values of a text file as they stand there; see sources/cells.py."""
+
 Position = Mapping[str, Any]
 """Read position of a source, as JSON values; opaque outside the source."""
 

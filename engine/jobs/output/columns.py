@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine.jobs.output.arrow import pa
+from weftline.engine.jobs.rows import JSON_CELL
 from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ, PortType
 
@@ -162,10 +163,14 @@ def plain(type: pa.DataType) -> pa.DataType:
 
 
 def _foreign(field: pa.Field) -> pa.Field:
-    """Return a kept field: nullable, plain, and without metadata of its file or of another job."""
-    metadata = {
-        key: value for key, value in (field.metadata or {}).items() if key not in (TYPE_KEY, b"PARQUET:field_id")
-    }
+    """Return a kept field: nullable, plain, and without metadata of its file or of another job.
+
+    A column of JSON cells has the metadata of an output of type json.
+    """
+    given = field.metadata or {}
+    metadata = {key: value for key, value in given.items() if key not in (TYPE_KEY, b"PARQUET:field_id")}
+    if given.get(TYPE_KEY) == JSON_CELL:
+        metadata[TYPE_KEY] = b"json"
     return pa.field(field.name, plain(field.type), metadata=metadata or None)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from weftline.engine.jobs.rows import Unusable
+from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
+from weftline.engine.jobs.sources.cells import MIXED, cell_kind
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import describe, fits
@@ -24,6 +25,8 @@ MEDIA = ("image", "audio", "bytes")
 
 def misfit(field: pa.Field, port: PortType) -> str:
     """Return why a column's type does not fit a port; '' if its values may fit."""
+    if _may_fit(field, port):
+        return ""
     type = storage(field.type)
     if pa.types.is_null(type) or port.kind == "any":
         return ""
@@ -40,6 +43,14 @@ def misfit(field: pa.Field, port: PortType) -> str:
     if port.kind == "tensor":
         return _for_tensor(field.type, port)
     return f"{port.kind} cannot come from a column"
+
+
+def _may_fit(field: pa.Field, port: PortType) -> bool:
+    """Return True for cells that may fit whatever type the first rows have: each row has a value of its own."""
+    kind = cell_kind(field)
+    if kind == JSON_CELL:
+        return bool(field.type == MIXED) and port.kind != "detections"
+    return kind == CSV_CELL and port.kind in ("text", "json", *MEDIA)
 
 
 def means(field: pa.Field) -> str:

@@ -1,8 +1,8 @@
 """CSV and TSV reader in blocks of whole records, by pyarrow.
 
-Column types (integer, float, boolean, text) are inferred from the first LEARN_BYTES of the first file; dates are text.
-A record with the wrong number of values, or with a value of another type, becomes a row of nulls with the reason in
-UNUSABLE. Blank lines are skipped.
+Each value is a CSV cell, the text of its file (cells.py). Column types (integer, float, boolean, text) are inferred
+from the first LEARN_BYTES of the first file; dates are text. A record with the wrong number of values becomes a row of
+nulls with the reason in UNUSABLE. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.csv as pcsv
 
+from weftline.engine.jobs.rows import CSV_CELL
+from weftline.engine.jobs.sources.cells import cell_field, learned_csv
 from weftline.engine.jobs.sources.formats import suffixes_of
-from weftline.engine.jobs.sources.reader import check_columns, check_names
+from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, check_columns, check_names
 from weftline.engine.jobs.sources.text_reader import (
     BOM,
-    HIDDEN_FIELD,
     Cut,
     LineBlock,
     TextReader,
@@ -69,30 +70,27 @@ class CsvReader(TextReader):
         return [column[0].as_py() for column in table.columns], head[:size]
 
     def _types(self, data: bytes, names: Sequence[str], origin: int) -> pa.Schema:
-        delimiter = self._delimiter(origin)
+        """Return the columns with the types of their first values."""
+        delimiter, cells = self._delimiter(origin), _cells(names)
         ends = record_ends(data, delimiter)
         if len(data) >= LEARN_BYTES // 2 and ends:
             data = data[: ends[-1]]
-        if not data.strip():
-            return pa.schema([(name, pa.string()) for name in names])
-        parsing = _parsing(delimiter, skip=True)
         if not is_utf8(data):
             data = data.decode(errors="replace").encode()  # pyarrow cannot pass a skipped record that is not UTF-8
-        try:
-            table = pcsv.read_csv(pa.BufferReader(data), read_options=_reading(data, names), parse_options=parsing)
-        except pa.ArrowException:
-            return pa.schema([(name, pa.string()) for name in names])
-        return pa.schema([(field.name, _column_type(field.type)) for field in table.schema])
+        table = _table(data, names, cells, delimiter, skip=True)
+        if not isinstance(table, pa.Table):
+            return cells
+        return pa.schema([cell_field(name, learned_csv(table.column(name)), CSV_CELL) for name in names])
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
-        names, delimiter = self._headers[origin][1], self._delimiter(origin)
-        table = _table(block.data, names, self.schema, delimiter)
+        names, delimiter, cells = self._headers[origin][1], self._delimiter(origin), _cells(self.schema.names)
+        table = _table(block.data, names, cells, delimiter)
         if isinstance(table, pa.Table):
             return all_readable(table)
         ends = record_ends(block.data, delimiter)
         ends = ends if ends and ends[-1] == len(block.data) else [*ends, len(block.data)]
-        found = list(_bisected(block, [0, *ends], names, self.schema, delimiter))
-        return pa.concat_tables(found).combine_chunks() if found else _broken(0, "", self.schema)
+        found = list(_bisected(block, [0, *ends], names, cells, delimiter))
+        return pa.concat_tables(found).combine_chunks() if found else _broken(0, "", cells)
 
     def _cut(self, origin: int) -> Cut:
         return partial(whole_records, delimiter=self._delimiter(origin))
@@ -161,19 +159,27 @@ def _bisected(
         yield from _bisected(block, ends[middle:], names, schema, delimiter)
 
 
-def _table(data: bytes, names: Sequence[str], schema: pa.Schema, delimiter: bytes) -> pa.Table | str:
-    """Parse records; return a table, or the reason why they are malformed."""
+def _cells(names: Sequence[str]) -> pa.Schema:
+    return pa.schema([cell_field(name, pa.string(), CSV_CELL) for name in names])
+
+
+def _table(
+    data: bytes, names: Sequence[str], schema: pa.Schema, delimiter: bytes, skip: bool = False
+) -> pa.Table | str:
+    """Parse records; return a table, or the reason why they are malformed. skip: leave malformed records out."""
     if not data.strip(b"\r\n"):
         return schema.empty_table()
-    types = pcsv.ConvertOptions(column_types=schema, include_columns=schema.names)
+    types = pcsv.ConvertOptions(
+        column_types=dict(zip(schema.names, schema.types, strict=True)), include_columns=schema.names
+    )
     try:
         table = pcsv.read_csv(
-            pa.BufferReader(data), read_options=_reading(data, names), parse_options=_parsing(delimiter),
+            pa.BufferReader(data), read_options=_reading(data, names), parse_options=_parsing(delimiter, skip),
             convert_options=types,
         )  # fmt: skip
     except pa.ArrowException as error:
         return _reason(error, names)
-    return table
+    return pa.table(table.columns, schema=schema)
 
 
 def _reading(data: bytes, names: Sequence[str]) -> pcsv.ReadOptions:
@@ -188,12 +194,6 @@ def _parsing(delimiter: bytes, skip: bool = False) -> pcsv.ParseOptions:
 def _broken(rows: int, reason: str, schema: pa.Schema) -> pa.Table:
     columns = [pa.nulls(rows, field.type) for field in schema]
     return pa.table([*columns, pa.array([reason] * rows, pa.string())], schema=pa.schema([*schema, HIDDEN_FIELD]))
-
-
-def _column_type(type: pa.DataType) -> pa.DataType:
-    """Return the type of a column: text unless integer, float or boolean."""
-    number = pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type)
-    return type if number else pa.string()
 
 
 def _reason(error: Exception, names: Sequence[str]) -> str:

@@ -1,18 +1,25 @@
-"""Pipeline inputs from columns: mapping of columns to inputs, and conversion of values; null becomes None."""
+"""Pipeline inputs from columns: mapping of columns to inputs, and conversion of values; null becomes None.
+
+Values of typed columns are converted column by column. Cells (cells.py) are values of their row alone, and become what
+`Session.run` gets for that row.
+"""
 
 from __future__ import annotations
 
 import datetime
 import decimal
 import json
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from weftline.engine.jobs.rows import Unusable
+from weftline.engine.jobs.rows import JSON_CELL, Unusable
+from weftline.engine.jobs.sources.cells import cell_kind, csv_numbers, csv_value, json_values
 from weftline.engine.jobs.sources.columns import (
     MEDIA,
     holds_bytes,
@@ -28,6 +35,7 @@ from weftline.engine.jobs.sources.columns import (
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE
 from weftline.errors import InputError
+from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.problems import did_you_mean, listed
 
@@ -162,6 +170,9 @@ def converted(
 
     folders: folder that file names of each row are relative to; None: the loader's folder.
     """
+    if kind := cell_kind(field):
+        values = json_values(column.to_pylist()) if kind == JSON_CELL else _csv_values(column, field, port)
+        return _own_values(values, port, loader, folders)
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.ChunkedArray):  # more than 2 GiB
         array = pa.concat_arrays([chunk.cast(_large(chunk.type)) for chunk in array.chunks])
@@ -181,6 +192,89 @@ def converted(
     if port.kind == "any" and means(field) == "path":
         return _files(array.to_pylist(), loader, folders)
     return _json(array, field)
+
+
+def _csv_values(column: pa.ChunkedArray | pa.Array, field: pa.Field, port: PortType) -> list[Any]:
+    """Return what CSV cells mean to a port. An empty cell is an empty text, and no value for any other kind."""
+    if port.kind == "tensor":
+        return csv_numbers(column, field)
+    cells: list[str | None] = column.to_pylist()
+    if port.kind == "json":
+        return [None if cell is None else csv_value(cell) for cell in cells]
+    return [cell or None for cell in cells] if port.kind in MEDIA else cells
+
+
+def _own_values(values: Sequence[Any], port: PortType, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+    """Return values for a port, each from its row alone."""
+    item = port
+    while item.item is not None:
+        item = item.item
+    if item.kind in MEDIA:
+        values = _with_files([_each(value, port, _path) for value in values], port, loader, folders)
+    convert = _tensor if item.kind == "tensor" else _samples if item.kind == "audio" else None
+    if convert is not None:
+        values = [_each(value, port, partial(convert, port=item)) for value in values]
+    return [_usable(value, port) for value in values] if port.item is not None else list(values)
+
+
+def _each(value: Any, port: PortType, use: Callable[[Any], Any]) -> Any:
+    """Apply a function to a value, or to all elements of a list port's value; a value that is no list is left."""
+    if port.item is None:
+        return use(value)
+    return [_each(one, port.item, use) for one in value] if isinstance(value, list) else value
+
+
+def _path(value: Any) -> Any:
+    """Return the path of a Hugging Face feature, any other value unchanged."""
+    named = isinstance(value, dict) and {"bytes", "path"} <= value.keys() and value["bytes"] is None
+    return value["path"] if named else value
+
+
+def _with_files(values: Sequence[Any], port: PortType, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+    """Replace file names by the content of the files, which are read in one call."""
+    names: list[tuple[str, int]] = []
+
+    def note(value: Any, row: int) -> None:
+        if isinstance(value, str):
+            names.append((value, row))
+
+    for row, value in enumerate(values):
+        _each(value, port, partial(note, row=row))
+    homes = None if folders is None else [folders[row] for _, row in names]
+    files = iter(loader.read_all([name for name, _ in names], homes))
+    return [_each(value, port, lambda one: next(files) if isinstance(one, str) else one) for value in values]
+
+
+def _tensor(value: Any, port: PortType) -> Any:
+    """Return nested lists, or the shape and data of a job's results, as an array; other values unchanged."""
+    if not isinstance(value, list | dict):
+        return value
+    try:
+        if isinstance(value, dict) and value.keys() == {"shape", "data"}:
+            shape, value = (
+                value["shape"],
+                np.asarray(to_value(PortType("tensor", port.dtype), value["data"], _UNLIMITED)),
+            )
+            value = value.reshape(shape)
+        return to_value(port, value, _UNLIMITED)
+    except (InputError, ValueError, TypeError) as error:
+        return Unusable(str(error))
+
+
+def _samples(value: Any, port: PortType) -> Any:
+    return _tensor(value, _SAMPLES) if isinstance(value, list) else value
+
+
+_SAMPLES = PortType("tensor", "float32", ("samples",))
+_UNLIMITED = MediaLimits(bytes_max=sys.maxsize)
+"""The limits of a request are checked where it is submitted."""
+
+
+def _usable(value: Any, port: PortType) -> Any:
+    """Return a value, or Unusable for a list with an unusable element."""
+    if port.item is None or not isinstance(value, list):
+        return value
+    return _whole([_usable(one, port.item) for one in value], port.item)
 
 
 def _large(type: pa.DataType) -> pa.DataType:

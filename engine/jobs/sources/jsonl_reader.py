@@ -1,38 +1,29 @@
-"""JSONL reader: pyarrow with a fallback to Python for blocks pyarrow rejects.
+"""JSONL reader: one JSON object per line, each value as a JSON cell of its row (cells.py).
 
-Columns and their types are inferred from the first LEARN_ROWS lines of the first file; keys that first appear later are
-ignored. A line that is no JSON object, or has a value of another type, becomes a row of nulls with the reason in
-UNUSABLE. A column with values of several types is text; other values in it are written as JSON.
+Columns are the keys of the first LEARN_ROWS lines of the first file; keys that first appear later are ignored, except
+those that an input needs. A line that is no JSON object becomes a row of nulls with the reason in UNUSABLE.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pyarrow as pa
-import pyarrow.json as pj
 
-from weftline.engine.jobs.sources.text_reader import (
-    BOM,
-    HIDDEN_FIELD,
-    LINE_BYTES_MAX,
-    LineBlock,
-    TextReader,
-    all_readable,
-    is_utf8,
-)
+from weftline.engine.jobs.rows import JSON_CELL
+from weftline.engine.jobs.sources.cells import TOO_DEEP, cell_field, is_unicode, kind_of, learned_json
+from weftline.engine.jobs.sources.reader import HIDDEN_FIELD
+from weftline.engine.jobs.sources.text_reader import BOM, LINE_BYTES_MAX, LineBlock, TextReader, is_utf8
 from weftline.errors import InputError
 
 LEARN_ROWS = 10_000
 LEARN_BYTES = 4 << 20
 """Limits of schema inference on the first file."""
 
-_NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
-_KINDS: Mapping[type, str] = {
-    str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
-}  # fmt: skip
+_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class JsonlReader(TextReader):
@@ -50,7 +41,9 @@ class JsonlReader(TextReader):
         if head.strip() and not rows:
             why = _object(head.strip().split(b"\n")[0])
             raise InputError(f"{shown}: none of its first lines is a JSON object; the first: {why}")
-        return learned(rows)
+        if odd := [name for row in rows for name in row if not is_unicode(name)]:
+            raise InputError(f"{shown}: the key {odd[0]!r:.80} has half of a surrogate pair; expected UTF-8")
+        return learned_json(rows)
 
     def _first_lines(self) -> bytes:
         """Return whole lines of the first file, at least one, without leading blank lines."""
@@ -67,76 +60,39 @@ class JsonlReader(TextReader):
             size = min(2 * size, LINE_BYTES_MAX)
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
-        table = _parsed_by_pyarrow(block.data, self.schema)
-        if table is not None:
-            return all_readable(table)
-        return _parsed_by_line(block, self.schema)
-
-
-def learned(rows: list[dict[str, Any]]) -> pa.Schema:
-    """Infer the columns of these objects, each with a type that holds all of its values."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return pa.schema([(name, _type([row.get(name) for row in rows])) for name in names])
-
-
-def _type(values: list[Any]) -> pa.DataType:
-    try:
-        found = pa.array(values).type
-    except _NO_FIT:
-        return pa.string()
-    return _null_as_text(found)
-
-
-def _null_as_text(type: pa.DataType) -> pa.DataType:
-    """Replace null types, of columns without values, by text."""
-    if pa.types.is_null(type):
-        return pa.string()
-    if pa.types.is_struct(type):
-        return pa.struct([field.with_type(_null_as_text(field.type)) for field in type])
-    if pa.types.is_list(type):
-        return pa.list_(_null_as_text(type.value_type))
-    return type
-
-
-def _parsed_by_pyarrow(data: bytes, schema: pa.Schema) -> pa.Table | None:
-    """Parse lines of one object each with pyarrow; None if it fails or might split the lines otherwise."""
-    data = data.strip()
-    lines = data.count(b"\n") + 1
-    boundaries = data.count(b"}\n{") + data.count(b"}\r\n{")
-    whole = data[:1] == b"{" and data[-1:] == b"}" and boundaries == lines - 1
-    if not whole or not is_utf8(data):
-        return None
-    reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 64)
-    parsing = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    try:
-        table = pj.read_json(pa.BufferReader(data), read_options=reading, parse_options=parsing)
-    except pa.ArrowException:
-        return None
-    return table.cast(schema) if table.num_rows == lines and table.schema.names == schema.names else None
-
-
-def _parsed_by_line(block: LineBlock, schema: pa.Schema) -> pa.Table:
-    rows = [(line, _object(text)) for line, text in _numbered(block)]
-    reasons: list[str | None] = [None if isinstance(row, dict) else f"line {line}: {row}" for line, row in rows]
-    good = [(place, row) for place, (_, row) in enumerate(rows) if isinstance(row, dict)]
-    for field in schema:
-        for place, why in _unfit([(place, row.get(field.name)) for place, row in good], field).items():
-            reasons[place] = reasons[place] or f"line {rows[place][0]}: column {field.name}: {why}"
-    columns = []
-    for field in schema:
-        values: list[Any] = [None] * len(rows)
-        for place, row in good:
-            if reasons[place] is None:
-                values[place] = _as_text(row.get(field.name), field.type)
-        columns.append(pa.array(values, field.type))
-    fields = [*schema, HIDDEN_FIELD]
-    return pa.table([*columns, pa.array(reasons, pa.string())], schema=pa.schema(fields))
+        names, all_utf8 = self.schema.names, is_utf8(block.data)
+        rows: list[dict[str, Any]] = []
+        reasons: list[str | None] = []
+        for number, line in _numbered(block):
+            found = _cells(line, all_utf8 or is_utf8(line))
+            rows.append(found if isinstance(found, dict) else {})
+            reasons.append(None if isinstance(found, dict) else f"line {number}: {found}")
+        columns = [
+            pa.array([None if (cell := row.get(name)) is None else bytes(cell) for row in rows], pa.string())
+            for name in names
+        ]
+        fields = [*(cell_field(name, pa.string(), JSON_CELL) for name in names), HIDDEN_FIELD]
+        return pa.table([*columns, pa.array(reasons, pa.string())], schema=pa.schema(fields))
 
 
 def _numbered(block: LineBlock) -> Iterator[tuple[int, bytes]]:
     for number, text in enumerate(block.data.split(b"\n"), block.line):
         if text.strip():
             yield number, text
+
+
+def _cells(line: bytes, utf8: bool) -> dict[str, Any] | str:
+    """Return the JSON text of each value of a line's object; return the reason if it holds none."""
+    if utf8:
+        try:
+            return _values(line)
+        except (msgspec.DecodeError, RecursionError):
+            pass  # NaN and halves of surrogate pairs pass below, everything else gets its reason there
+    found = _object(line)
+    try:
+        return {name: json.dumps(one).encode() for name, one in found.items()} if isinstance(found, dict) else found
+    except RecursionError:
+        return TOO_DEEP
 
 
 def _object(line: bytes) -> dict[str, Any] | str:
@@ -148,43 +104,5 @@ def _object(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError as error:
         return f"text that is not UTF-8 (byte {error.start + 1})"
     except (ValueError, RecursionError):
-        return "not valid JSON: nested too deeply, or a number of too many digits"
-    return found if isinstance(found, dict) else f"expected an object, found {_kind_of(found)}"
-
-
-def _unfit(values: list[tuple[int, Any]], field: pa.Field) -> dict[int, str]:
-    """Return the reasons of values that do not fit a column, by row."""
-    if not _why([value for _, value in values], field.type):
-        return {}
-    return {place: why for place, value in values if (why := _why([value], field.type))}
-
-
-def _why(values: list[Any], type: pa.DataType) -> str:
-    try:
-        pa.array([_as_text(value, type) for value in values], type)
-        fits = not any(_is_truncated(value, type) for value in values)
-    except _NO_FIT:
-        fits = False
-    found = _kind_of(values[0]) if values else "nothing"
-    return "" if fits else f"expected {type}, as in the lines before, found {found}"
-
-
-def _is_truncated(value: Any, type: pa.DataType) -> bool:
-    """Return True if pyarrow would silently truncate a fraction."""
-    if pa.types.is_integer(type):
-        return isinstance(value, float)
-    if pa.types.is_list(type):
-        return any(_is_truncated(one, type.value_type) for one in value or ())
-    if pa.types.is_struct(type):
-        return any(_is_truncated(value.get(field.name), field.type) for field in type) if value else False
-    return False
-
-
-def _as_text(value: Any, type: pa.DataType) -> Any:
-    if not pa.types.is_string(type) or value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _kind_of(value: Any) -> str:
-    return "null" if value is None else _KINDS.get(type(value), "something else")
+        return TOO_DEEP
+    return found if isinstance(found, dict) else f"expected an object, found {kind_of(found)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import posixpath
 import stat
@@ -17,6 +18,7 @@ import fsspec
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import Unusable
+from weftline.engine.jobs.sources.cells import cell_kind, json_values, learned_json
 from weftline.engine.jobs.sources.formats import compression_of, media_kind, shown_url
 from weftline.engine.jobs.sources.locations import SourceFile, of_media, of_tables, origins, unreadable
 from weftline.engine.jobs.sources.reader import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, RowRange
@@ -86,18 +88,25 @@ class TarReader:
     """WebDataset archives: files with a common stem form one row. A piece is an archive; a mark is a row in it.
 
     The suffixes are those of the first LEARN_ROWS rows of the first archive; others are ignored. TEXTS are text,
-    NUMBERS integers, `json` JSON text, everything else bytes; `__key__` is the common stem.
+    NUMBERS JSON cells (cells.py), `json` JSON text, everything else bytes; `__key__` is the common stem. A number that
+    JSON writes otherwise, such as 0042, is text.
     """
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         with self._samples(0) as samples:
-            suffixes = list(dict.fromkeys(name for one in islice(samples, LEARN_ROWS) for name in one))
+            first = [
+                {name: value if name in NUMBERS else None for name, value in one.items()}
+                for one in islice(samples, LEARN_ROWS)
+            ]
+        suffixes = list(dict.fromkeys(name for one in first for name in one))
         self._suffixes = [name for name in suffixes if not name.startswith("__")]
         if not self._suffixes:
             raise InputError(f"{files[0].shown}: holds no rows (files called KEY.SUFFIX)")
-        self.schema: pa.Schema = pa.schema([pa.field("__key__", pa.string()), *map(_field, self._suffixes)])
+        self.schema: pa.Schema = pa.schema(
+            [pa.field("__key__", pa.string()), *(_field(name, first) for name in self._suffixes)]
+        )
 
     @property
     def rows(self) -> int | None:
@@ -136,6 +145,7 @@ class TarReader:
                 reasons[place] = reasons[place] or why
             columns.append(values)
         fields = [*self.schema, pa.field(UNUSABLE, pa.string())]
+        fields = [one.with_type(pa.string()) if cell_kind(one) else one for one in fields]
         arrays = [pa.array(values, field.type) for values, field in zip([*columns, reasons], fields, strict=True)]
         table = pa.table(arrays, schema=pa.schema(fields))
         return Batch(row, row, table, [f"{name}#{one['__key__']}" for one in samples])
@@ -176,9 +186,11 @@ def _members(stream: Any, shown: str) -> Iterator[Sample]:
         yield {**member, "__url__": shown}
 
 
-def _field(suffix: str) -> pa.Field:
+def _field(suffix: str, first: Sequence[Sample]) -> pa.Field:
+    """Return a suffix's column, with the type of numbers in the first rows."""
     if suffix in NUMBERS:
-        return pa.field(suffix, pa.int64())
+        cells = [_value(suffix, one.get(suffix))[0] for one in first]
+        return learned_json([{suffix: value} for value in json_values(cells)]).field(0)
     if suffix == "json":
         return pa.field(suffix, pa.string(), metadata={MEANS: b"json"})
     return pa.field(suffix, pa.string() if suffix in TEXTS else pa.binary())
@@ -190,11 +202,16 @@ def _value(suffix: str, data: bytes | None) -> tuple[Any, str | None]:
         return data, None
     try:
         text = data.decode()
-        return (int(text) if suffix in NUMBERS else text), None
+        return (_number_cell(text.strip()) if suffix in NUMBERS else text), None
     except UnicodeDecodeError:
         return None, f"{suffix}: text that is not UTF-8"
     except ValueError:
         return None, f"{suffix}: no whole number"
+
+
+def _number_cell(text: str) -> str:
+    """Return a whole number as a JSON cell; ValueError if it is none."""
+    return text if str(int(text)) == text else json.dumps(text)
 
 
 class Loader:

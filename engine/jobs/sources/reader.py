@@ -22,7 +22,9 @@ Mark = Any
 """Start of a batch in its piece, as a JSON value. Only its reader interprets it."""
 
 UNUSABLE = "weftline:unusable"
-"""Hidden column: why a row could not be read, null for readable rows. The other columns of such a row are null."""
+"""Hidden column: why a row could not be read, null for readable rows."""
+
+HIDDEN_FIELD = pa.field(UNUSABLE, pa.string())
 
 FOLDER = "weftline:folder"
 """Hidden column: folder of the row's file. Present if the files lie in several folders."""
@@ -31,7 +33,9 @@ HIDDEN = (UNUSABLE, FOLDER)
 """Columns of Rows.table that are not in Source.schema."""
 
 MEANS = b"weftline"
-"""Metadata key of a text column: `path` if it holds file names to read, `json` if it holds JSON text."""
+"""Metadata key of a text column: `path` if it holds file names to read, `json` if it holds JSON text, or the mark of
+cells: CSV_CELL or JSON_CELL. A column of cells has the type of the first rows in a reader's schema, and is text in a
+batch."""
 
 BATCH_ROWS_MAX = 4_096
 BATCH_BYTES = 16 << 20
@@ -89,7 +93,7 @@ class DatasetReader(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """Columns without hidden ones; every batch has them in this order and of these types."""
+        """Columns without hidden ones; every batch has them in this order and, but for cells, of these types."""
 
     @property
     def origins(self) -> Sequence[Origin]: ...
@@ -117,6 +121,20 @@ class ColumnReader(DatasetReader, Protocol):
 
     def only(self, names: Collection[str]) -> DatasetReader:
         """Return a reader of these columns with the same batches and its own open files."""
+
+
+def with_reasons(table: pa.Table, reasons: Mapping[int, str]) -> pa.Table:
+    """Return the table with further unreadable rows: reasons by row."""
+    if not reasons:
+        return table
+    here = UNUSABLE in table.schema.names
+    found = table.column(UNUSABLE).to_pylist() if here else [None] * table.num_rows
+    for row, why in reasons.items():
+        found[row] = found[row] or why
+    column = pa.array(found, pa.string())
+    if here:
+        return table.set_column(table.schema.get_field_index(UNUSABLE), HIDDEN_FIELD, column)
+    return table.append_column(HIDDEN_FIELD, column)
 
 
 def rows_at_a_time(rows: int, size_bytes: int) -> int:

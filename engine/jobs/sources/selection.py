@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from weftline.engine.jobs.rows import Position, Rows
+from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Position, Rows
+from weftline.engine.jobs.sources.cells import SURROGATE, cell_kind, is_unicode, json_values, kind_of, view_type
 from weftline.engine.jobs.sources.reader import (
     FOLDER,
     HIDDEN,
@@ -32,6 +33,7 @@ from weftline.engine.jobs.sources.reader import (
     Mark,
     RowRange,
     rows_at_a_time,
+    with_reasons,
 )
 from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.sources.where import RowFilter
@@ -185,14 +187,24 @@ class SelectedSource:
             folder = pa.repeat(pa.scalar(origin.folder), table.num_rows)
             table = table.append_column(pa.field(FOLDER, pa.string()), folder)
         rows = np.arange(batch.row, batch.row + table.num_rows)
+        table = with_reasons(table, self._unfit_ids(table))
         if not self._where:
             return table, batch.names if batch.names is not None else (origin.name, rows)
-        kept = np.flatnonzero(np.asarray(self._where.mask(table)))
+        mask, reasons = self._where.evaluate(table)
+        table, kept = with_reasons(table, reasons), np.flatnonzero(np.asarray(mask))
         if len(kept) < table.num_rows:
             table = table.take(pa.array(kept))
         if batch.names is not None:
             return table, [batch.names[row] for row in kept.tolist()]
         return table, (origin.name, rows[kept])
+
+    def _unfit_ids(self, table: pa.Table) -> dict[int, str]:
+        """Return by row why a value of the id column is no id."""
+        name = self._spec.id
+        if name is None or cell_kind(self.schema.field(name)) != JSON_CELL:
+            return {}
+        values = json_values(table.column(name).to_pylist())
+        return {row: f"column {name}: {why}" for row, one in enumerate(values) if (why := _no_id(one))}
 
     def _tables(
         self, window: _Window, turn: int, seen: int, skip: int, limit: int | None, emitted: int
@@ -327,10 +339,25 @@ def check_id(name: str, schema: pa.Schema) -> None:
             f"--id {name:.80}: there is no such column{f'; {hint}' if hint else ''}\n"
             f"    columns: {listed(schema.names)}"
         )
-    type = schema.field(name).type
+    column = schema.field(name)
+    type = pa.string() if cell_kind(column) == CSV_CELL else view_type(column) if cell_kind(column) else column.type
     fits = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_date, pa.types.is_timestamp)
     if not any(one(type) for one in fits):
         raise InputError(f"--id {name:.80}: a column of {type}; expected text or whole numbers")
+
+
+def _no_id(value: Any) -> str:
+    if value is None or value.__class__ is int or (isinstance(value, str) and is_unicode(value)):
+        return ""
+    return SURROGATE if isinstance(value, str) else f"expected text or a whole number, found {kind_of(value)}"
+
+
+def _id_texts(column: pa.ChunkedArray, field: pa.Field) -> list[str | None]:
+    if cell_kind(field) != JSON_CELL:
+        found: list[str | None] = column.cast(pa.string()).to_pylist()
+        return found
+    values = json_values(column.to_pylist())
+    return [None if value is None or _no_id(value) else str(value) for value in values]
 
 
 def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[bool] | None) -> list[str]:
@@ -339,7 +366,7 @@ def ids_of(table: pa.Table, name: str, instead: Sequence[str], broken: Sequence[
     instead: ids made from file and row.
     broken:  True for unreadable rows.
     """
-    found: list[str | None] = table.column(name).cast(pa.string()).to_pylist()
+    found = _id_texts(table.column(name), table.schema.field(name))
     for row, id in enumerate(found):
         if id is None:
             if broken is None or not broken[row]:

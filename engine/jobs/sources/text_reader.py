@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.sources.formats import compression_of
 from weftline.engine.jobs.sources.locations import SourceFile, of_tables, origins, unreadable
-from weftline.engine.jobs.sources.reader import UNUSABLE, Batch, Mark, Origin, RowRange
+from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, Batch, Mark, Origin, RowRange
 from weftline.errors import InputError
 
 BLOCK_BYTES = 1 << 20
@@ -30,8 +30,6 @@ LINE_BYTES_MAX = 256 << 20
 """Longest line, or record of CSV."""
 
 BOM = b"\xef\xbb\xbf"
-
-HIDDEN_FIELD = pa.field(UNUSABLE, pa.string())
 
 
 @dataclass(frozen=True, slots=True)

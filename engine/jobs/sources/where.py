@@ -2,17 +2,23 @@
 
 A comparison with null is null, except `x == null`. A row whose condition is null is dropped. Conditions are checked on
 an empty table first, so that a type error is reported before the first row.
+
+Cells (cells.py) have the types of the first rows; a row with another value is unreadable. Cells of CSV are numbers
+where they are compared with numbers, and text elsewhere; an empty one is null as a number and in `x == null`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from weftline.engine.jobs.sources.columns import is_list
+from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL
+from weftline.engine.jobs.sources.cells import cell_kind, typed
+from weftline.engine.jobs.sources.columns import is_list, is_number, is_text
 from weftline.engine.jobs.sources.reader import UNUSABLE
 from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import did_you_mean, listed
@@ -31,6 +37,7 @@ class RowFilter:
 
     def __init__(self, texts: Sequence[str], schema: pa.Schema) -> None:
         problems: list[str] = []
+        self._schema = schema
         self._conditions = [one for text in texts if (one := _checked(text, schema, problems)) is not None]
         if problems:
             raise InputError("\n".join(problems))
@@ -45,16 +52,90 @@ class RowFilter:
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
         """Return the boolean mask of the rows that pass."""
+        return self.evaluate(table)[0]
+
+    def evaluate(self, table: pa.Table) -> tuple[pa.ChunkedArray | pa.Array, dict[int, str]]:
+        """Return the mask, and by row why a cell could not be compared; these rows pass."""
+        columns = Columns(table, self._schema)
         kept: Any = None
         for one in self._conditions:
             try:
-                here = _true(_value(one.tree, one, table), table)
+                here = _true(_value(one.tree, one, columns), columns)
             except _REFUSED as error:
                 raise InputError(f"--where {one.text}: {first_line(error):.300}") from None
             kept = here if kept is None else pc.and_(kept, here)
+        if columns.reasons:
+            kept = pc.or_(kept, pa.array([row in columns.reasons for row in range(table.num_rows)]))
         if UNUSABLE in table.schema.names:
             kept = pc.or_(kept, pc.is_valid(table.column(UNUSABLE)))
-        return kept
+        return kept, columns.reasons
+
+
+@dataclass
+class Columns:
+    """Columns of a table for a condition.
+
+    schema:  of the reader; its types are those of cells.
+    reasons: by row, why a cell that a condition used has another type.
+    """
+
+    table: pa.Table
+    schema: pa.Schema
+    reasons: dict[int, str] = field(default_factory=dict)
+    _typed: dict[str, pa.Array] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return int(self.table.num_rows)
+
+    def get(self, name: str) -> Any:
+        """Return a column as an array, or as CsvCells."""
+        kind = cell_kind(self.schema.field(name))
+        if kind == CSV_CELL:
+            return CsvCells(name, self)
+        return self.typed(name) if kind == JSON_CELL else self.table.column(name)
+
+    def typed(self, name: str) -> pa.Array:
+        """Return a column of cells with the type of the first rows."""
+        if name not in self._typed:
+            self._typed[name], reasons = typed(self.table.column(name), self.schema.field(name))
+            self.reasons |= {row: why for row, why in reasons.items() if row not in self.reasons}
+        return self._typed[name]
+
+
+@dataclass(frozen=True)
+class CsvCells:
+    """A column of CSV in a condition: text or numbers, as its other operand requires."""
+
+    name: str
+    of: Columns
+
+    @property
+    def text(self) -> pa.ChunkedArray:
+        return self.of.table.column(self.name)
+
+    @property
+    def holds_numbers(self) -> bool:
+        return is_number(self.of.schema.field(self.name).type)
+
+    def beside(self, other: Any) -> pa.ChunkedArray | pa.Array:
+        """Return the array to compare with a constant, an array or other cells."""
+        if other is None:
+            return self.or_null()
+        if isinstance(other, CsvCells):
+            return self.plain() if other.holds_numbers else self.text
+        is_word = is_text(other.type) if _is_array(other) else isinstance(other, str)
+        return self.text if is_word else self.plain()
+
+    def plain(self) -> pa.ChunkedArray | pa.Array:
+        """Return numbers if the first rows have numbers, else text."""
+        return self.of.typed(self.name) if self.holds_numbers else self.text
+
+    def or_null(self) -> pa.ChunkedArray:
+        """Return numbers if the first rows have numbers, else the text, null where the cell is empty."""
+        if self.holds_numbers:
+            return self.plain()
+        return pc.if_else(pc.equal(self.text, ""), pa.scalar(None, pa.string()), self.text)
 
 
 def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | None:
@@ -73,7 +154,7 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
         )
     if unknown:
         return None
-    empty = schema.empty_table()
+    empty = Columns(_empty(schema), schema)
     try:
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
@@ -83,35 +164,43 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
     return found
 
 
-def _value(tree: Tree, of: Condition, table: pa.Table) -> Any:
+def _empty(schema: pa.Schema) -> pa.Table:
+    """Return a batch of a reader without rows; cells are text."""
+    return pa.schema([one.with_type(pa.string()) if cell_kind(one) else one for one in schema]).empty_table()
+
+
+def _value(tree: Tree, of: Condition, columns: Columns) -> Any:
     """Evaluate a tree to an array or a constant."""
     match tree:
         case ("wire", index):
-            return table.column(of.wires[index].port)
+            return columns.get(of.wires[index].port)
         case ("value", constant):
             return constant
         case ("key", inner, key):
-            return _inside(_value(inner, of, table), key)
+            return _inside(_value(inner, of, columns), key)
         case ("len", inner):
-            return _length(_value(inner, of, table))
+            return _length(_value(inner, of, columns))
         case ("not", inner):
-            return pc.invert(_truth(_value(inner, of, table), table))
+            return pc.invert(_truth(_value(inner, of, columns), columns))
         case ("and" | "or" as word, *parts):
             join = pc.and_kleene if word == "and" else pc.or_kleene
-            found = [_truth(_value(part, of, table), table) for part in parts]
+            found = [_truth(_value(part, of, columns), columns) for part in parts]
             whole = found[0]
             for part in found[1:]:
                 whole = join(whole, part)
             return whole
         case ("in" | "not-in" as sign, left, right):
-            held = _contained(_value(left, of, table), _value(right, of, table), table)
+            held = _contained(_value(left, of, columns), _value(right, of, columns), columns)
             return pc.invert(held) if sign == "not-in" else held
         case (sign, left, right):
-            return _compared(sign, _value(left, of, table), _value(right, of, table))
+            return _compared(sign, _value(left, of, columns), _value(right, of, columns))
     raise ValueError(f"unknown operator {tree[0]!r} in a condition")
 
 
 def _compared(sign: str, left: Any, right: Any) -> Any:
+    left, right = (
+        one.beside(other) if isinstance(one, CsvCells) else one for one, other in ((left, right), (right, left))
+    )
     if left is None or right is None:
         if sign not in ("==", "!="):
             raise ValueError("null can only be compared with == and !=")
@@ -137,17 +226,20 @@ def _like(constant: Any, type: pa.DataType) -> pa.Scalar:
     return found.cast(type) if pa.types.is_temporal(type) else found
 
 
-def _contained(one: Any, many: Any, table: pa.Table) -> Any:
+def _contained(one: Any, many: Any, columns: Columns) -> Any:
     """Evaluate `in`: a column in a constant list, text in a text column, or a constant in a list column."""
+    many = many.text if isinstance(many, CsvCells) else many
     if isinstance(many, list):
-        if not _is_array(one):
+        if not _is_array(one) and not isinstance(one, CsvCells):
             return one in many
         values = [value for value in many if value is not None]
+        if isinstance(one, CsvCells):
+            one = one.beside(next(iter(values), None))
         for value in values:
             _like(value, one.type)
         held = pc.is_in(one, pa.array(values).cast(one.type) if values else pa.array([], one.type))
         return pc.if_else(pc.is_null(one), pa.scalar(True if None in many else None, pa.bool_()), held)
-    if not _is_array(many) or _is_array(one):
+    if not _is_array(many) or _is_array(one) or isinstance(one, CsvCells):
         raise ValueError(
             "`in` expects a constant list on the right, or a constant on the left and a column on the right"
         )
@@ -160,11 +252,12 @@ def _contained(one: Any, many: Any, table: pa.Table) -> Any:
     many = many.combine_chunks() if isinstance(many, pa.ChunkedArray) else many
     equal = pc.fill_null(_compared("==", pc.list_flatten(many), one), False)
     hits = pc.unique(pc.filter(pc.list_parent_indices(many), equal))
-    held = pc.is_in(pa.array(range(table.num_rows), hits.type), hits)
+    held = pc.is_in(pa.array(range(columns.rows), hits.type), hits)
     return pc.if_else(pc.is_null(many), pa.scalar(None, pa.bool_()), held)
 
 
 def _inside(found: Any, key: str | int) -> Any:
+    found = found.text if isinstance(found, CsvCells) else found
     if _is_array(found) and pa.types.is_struct(found.type) and isinstance(key, str):
         names = [field.name for field in found.type]
         if key not in names:
@@ -177,6 +270,7 @@ def _inside(found: Any, key: str | int) -> Any:
 
 
 def _length(found: Any) -> Any:
+    found = found.text if isinstance(found, CsvCells) else found
     if not _is_array(found):
         raise ValueError("len expects a column")
     if is_list(found.type):
@@ -188,23 +282,24 @@ def _length(found: Any) -> Any:
     raise ValueError(f"a column of {found.type} has no len")
 
 
-def _truth(found: Any, table: pa.Table) -> Any:
+def _truth(found: Any, columns: Columns) -> Any:
     """Return the truth value of each row by Python's rule; null stays null."""
+    found = found.plain() if isinstance(found, CsvCells) else found
     if not _is_array(found):
         value = found.as_py() if isinstance(found, pa.Scalar) else found
-        return pa.repeat(pa.scalar(bool(value)), table.num_rows)
+        return pa.repeat(pa.scalar(bool(value)), columns.rows)
     type = found.type
     if pa.types.is_boolean(type):
         return found
     if pa.types.is_integer(type) or pa.types.is_floating(type):
         return pc.not_equal(found, pa.scalar(0, type))
     if pa.types.is_null(type):
-        return pa.repeat(pa.scalar(None, pa.bool_()), table.num_rows)
+        return pa.repeat(pa.scalar(None, pa.bool_()), columns.rows)
     return pc.greater(_length(found), 0)
 
 
-def _true(found: Any, table: pa.Table) -> Any:
-    return pc.fill_null(_truth(found, table), False)
+def _true(found: Any, columns: Columns) -> Any:
+    return pc.fill_null(_truth(found, columns), False)
 
 
 def _is_array(found: Any) -> bool:

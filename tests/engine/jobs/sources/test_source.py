@@ -140,7 +140,7 @@ def test_a_resumed_job_reads_standard_input_from_its_start(format: str) -> None:
     data = {"jsonl": jsonl(9000), "csv": text.encode(), "arrow": stream.getvalue()}[format]
     first = next(iter(opened("-", stdin=data, format=format).read()))
     rest = list(opened("-", stdin=data, format=format).read(first.after, len(first)))
-    numbers = [n for rows in [first, *rest] for n in rows.table.column("n").to_pylist()]
+    numbers = [int(n) for rows in [first, *rest] for n in rows.table.column("n").to_pylist()]
     assert numbers == list(range(9000))
     assert rest[0].ids[0] == f"stdin#{len(first)}"
 

@@ -1,0 +1,331 @@
+"""Cells: values of CSV and JSONL as the file has them, converted only where a type is needed.
+
+A value of a text file belongs to its row alone. So a reader of text files passes on cells, in a text column whose field
+has the mark CSV_CELL or JSON_CELL:
+
+    CSV_CELL   the text between two delimiters
+    JSON_CELL  the JSON text of the row's value; null where the row lacks the key
+
+The reader's schema has the same field with the type that the first rows have. It is a type for checks before the first
+row, and for those who need one type for all rows: `--where`, and results in a format with typed columns. A cell that
+does not have that type is reported, and never changed to fit.
+
+    input of a pipeline     the row's own value (`values_of`)
+    --where                 `typed`; CSV cells are numbers only where they are compared with numbers
+    results in JSONL        the text itself (`kept`)
+    results in other files  `typed`, or the text where Arrow's types would change the value
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
+from weftline.engine.jobs.sources.reader import MEANS
+
+MIXED = pa.json_()
+"""Type of a JSON column whose first values have no common type."""
+
+TOO_DEEP = "not valid JSON: nested too deeply, or a number of too many digits"
+SURROGATE = "text with half of a surrogate pair"
+
+NUMBER_NULLS = (
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA", "NULL",
+    "NaN", "n/a", "nan", "null",
+)  # fmt: skip
+"""Cells of CSV that are null where a number is needed, as in pyarrow and pandas."""
+
+NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+_KINDS: Mapping[type, str] = {
+    str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
+}  # fmt: skip
+_JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
+_FRACTION = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?inf(inity)?", re.IGNORECASE)
+_TRUTH: Mapping[str, bool] = {
+    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
+}  # fmt: skip
+_NUMBER_TYPES = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_())
+_FIRST_ROWS = 256
+_NOT_A_LINE = r"NaN|Infinity|\\u[dD][89a-fA-F]|\r"
+"""What may stand in the text of a cell and not in a line of results."""
+
+_EXACT = 1 << 53
+"""All whole numbers up to this are exact as floats."""
+
+_decode = msgspec.json.Decoder().decode
+
+
+def cell_kind(field: pa.Field) -> bytes:
+    """Return CSV_CELL, JSON_CELL, or b"" for a column of typed values."""
+    mark = (field.metadata or {}).get(MEANS, b"")
+    return mark if mark in (CSV_CELL, JSON_CELL) else b""
+
+
+def cell_field(name: str, type: pa.DataType, kind: bytes) -> pa.Field:
+    """Return a field of a reader's schema, or with type string that of a batch."""
+    return pa.field(name, type, metadata={MEANS: kind})
+
+
+def json_values(cells: Sequence[str | None]) -> list[Any]:
+    """Return the values of JSON cells: None for null, Unusable for a value that Python cannot hold."""
+    try:
+        found: list[Any] = _decode("[" + ",".join(["null" if one is None else one for one in cells]) + "]")
+        return found
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return [None if one is None else _json_value(one) for one in cells]
+
+
+def _json_value(cell: str) -> Any:
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return Unusable(TOO_DEEP)
+
+
+def csv_value(cell: str) -> Any:
+    """Return the JSON value of a CSV cell: a number, true or false if it is written as in JSON, otherwise text.
+
+    None for an empty cell. A number that JSON writes otherwise (01234, +49, 0x10) stays text.
+    """
+    if not cell:
+        return None
+    text = cell.strip()
+    if text in _TRUTH:
+        return _TRUTH[text]
+    if not _JSON_NUMBER.fullmatch(text):
+        return cell
+    value = _json_value(text)
+    return value if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) else cell
+
+
+def csv_numbers(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]:
+    """Return the numbers in CSV cells, as `_number` does, cast together where that changes none of them."""
+    array, reasons = _numbers(cells, field.type)
+    values = array.to_pylist()
+    beyond = [row for row, one in enumerate(values) if one.__class__ is float and abs(one) >= _EXACT]
+    for row in sorted({*reasons, *beyond}):
+        values[row] = _number(cells[row].as_py())
+    return values
+
+
+def _number(cell: str) -> Any:
+    """Return the number in a CSV cell: int, float or bool; None for NUMBER_NULLS, Unusable for anything else."""
+    text = cell.strip()
+    if text in NUMBER_NULLS:
+        return None
+    if text in _TRUTH:
+        return _TRUTH[text]
+    try:
+        if _WHOLE.fullmatch(text):
+            return int(text)
+        if _HEX.fullmatch(text):
+            return int(text, 16)
+        if _FRACTION.fullmatch(text):
+            return float(text)
+    except ValueError:  # too many digits
+        pass
+    return Unusable(f"expected a number, found {cell[:40]!r}")
+
+
+def learned_csv(cells: pa.ChunkedArray) -> pa.DataType:
+    """Return the number type that all of these cells have, or string."""
+    numbers = _trimmed(cells)
+    if numbers.null_count == len(numbers):
+        return pa.string()
+    first = numbers.slice(0, _FIRST_ROWS)  # a failing cast takes as long as one that succeeds
+    return next((type for type in _NUMBER_TYPES if _casts(first, type) and _casts(numbers, type)), pa.string())
+
+
+def _casts(cells: pa.Array, type: pa.DataType) -> bool:
+    try:
+        cells.cast(type)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def learned_json(rows: Sequence[Mapping[str, Any]]) -> pa.Schema:
+    """Return the columns of these objects, each with the type of its values: null without values, else MIXED."""
+    names = list(dict.fromkeys(chain.from_iterable(rows)))
+    return pa.schema([cell_field(name, _json_type([row.get(name) for row in rows]), JSON_CELL) for name in names])
+
+
+def _json_type(values: list[Any]) -> pa.DataType:
+    try:
+        return pa.array(values).type
+    except NO_FIT:
+        return MIXED
+
+
+def view_type(field: pa.Field) -> pa.DataType:
+    """Return the type of `typed`: MIXED columns are text, and so are values that no row has."""
+    return pa.string() if field.type == MIXED else _null_as_text(field.type)
+
+
+def _null_as_text(type: pa.DataType) -> pa.DataType:
+    if pa.types.is_null(type):
+        return pa.string()
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_null_as_text(field.type)) for field in type])
+    if pa.types.is_list(type):
+        return pa.list_(_null_as_text(type.value_type))
+    return type
+
+
+def typed(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
+    """Return the cells as one array of `view_type`, and by row why a cell has another type; it is null there."""
+    if cell_kind(field) == CSV_CELL:
+        return _numbers(cells, field.type)
+    type = view_type(field)
+    values = json_values(cells.to_pylist())
+    if field.type == MIXED:
+        values = [_as_text(one) for one in values]
+    reasons = {row: why for row, value in enumerate(values) if (why := _misfit(value, type))}
+    values = [None if row in reasons else value for row, value in enumerate(values)] if reasons else values
+    return pa.array(values, type), {row: f"column {field.name}: {why}" for row, why in reasons.items()}
+
+
+def _as_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | Unusable) else json.dumps(value, ensure_ascii=False)
+
+
+def _misfit(value: Any, type: pa.DataType) -> str:
+    if isinstance(value, Unusable):
+        return value.reason
+    if _fits(value, type):
+        return ""
+    if isinstance(value, str) and pa.types.is_string(type):
+        return SURROGATE
+    return f"expected {type}, as in the lines before, found {kind_of(value)}"
+
+
+def _fits(value: Any, type: pa.DataType) -> bool:
+    """Return True if Arrow holds a value unchanged in this type; of objects, it holds the known keys."""
+    if value is None:
+        return True
+    if pa.types.is_string(type):
+        return isinstance(value, str) and (value.isascii() or is_unicode(value))
+    if pa.types.is_boolean(type):
+        return isinstance(value, bool)
+    if pa.types.is_integer(type):
+        return value.__class__ is int and -(1 << 63) <= value < 1 << 63
+    if pa.types.is_floating(type):
+        return value.__class__ is float or (value.__class__ is int and abs(value) <= _EXACT)
+    if pa.types.is_list(type):
+        return isinstance(value, list) and all(_fits(one, type.value_type) for one in value)
+    return isinstance(value, dict) and all(_fits(value.get(field.name), field.type) for field in type)
+
+
+def is_unicode(text: str) -> bool:
+    """Return False for a text with half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a JSON value for messages: 'a whole number'."""
+    return "null" if value is None else _KINDS.get(value.__class__, "something else")
+
+
+def _trimmed(cells: pa.ChunkedArray | pa.Array) -> pa.Array:
+    cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
+    cells = pc.ascii_trim_whitespace(cells)
+    return pc.if_else(pc.is_in(cells, pa.array(NUMBER_NULLS)), pa.scalar(None, cells.type), cells)
+
+
+def _numbers(cells: pa.ChunkedArray | pa.Array, type: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    trimmed, reasons = _trimmed(cells), dict[int, str]()
+    try:
+        return trimmed.cast(type), {}
+    except pa.ArrowInvalid:
+        pass
+    found: list[Any] = []
+    for row, one in enumerate(trimmed):
+        try:
+            found.append(one.cast(type).as_py())
+        except pa.ArrowInvalid:
+            found.append(None)
+            reasons[row] = f"expected {type}, as in the lines before, found {one.as_py()[:40]!r}"
+    return pa.array(found, type), reasons
+
+
+def kept_field(field: pa.Field, lines: bool) -> pa.Field:
+    """Return the field of a kept column in the results; a column of typed values keeps its own.
+
+    lines: the results are JSON lines, whose values need no common type. In other formats a column of scalars, or of
+           lists of scalars, has its type. Any other column is JSON text: Arrow's objects would get keys of other rows.
+    """
+    if not cell_kind(field):
+        return field
+    if cell_kind(field) == CSV_CELL:
+        return pa.field(field.name, pa.string())
+    inner = type = view_type(field)
+    while pa.types.is_list(inner):
+        inner = inner.value_type
+    if lines or field.type == MIXED or pa.types.is_struct(inner):
+        return cell_field(field.name, pa.string(), JSON_CELL)
+    return pa.field(field.name, type)
+
+
+def kept(table: pa.Table, source: pa.Schema, wanted: pa.Schema) -> tuple[pa.Table, dict[int, str]]:
+    """Return the columns to copy into the results, and by row why a cell cannot be copied.
+
+    source: the reader's schema. wanted: the columns; those of cells as in `kept_field`.
+    """
+    arrays: list[Any] = []
+    reasons: dict[int, str] = {}
+    for field in wanted:
+        array, origin = table.column(field.name), source.field(field.name)
+        if cell_kind(origin) == JSON_CELL:
+            array, wrong = _lines(array, field.name) if cell_kind(field) else typed(array, origin)
+            reasons = wrong | reasons
+        arrays.append(array)
+    return pa.table(arrays, schema=wanted) if arrays else table.select([]), reasons
+
+
+def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
+    """Return JSON cells as they stand in a line of results: NaN and infinities are null inside it."""
+    doubtful = pc.fill_null(pc.match_substring_regex(cells, _NOT_A_LINE), False)
+    if not pc.any(doubtful).as_py():
+        return cells, {}
+    texts, reasons = cells.to_pylist(), dict[int, str]()
+    for row, one in enumerate(doubtful.to_pylist()):
+        if one:
+            value = _json_value(texts[row])
+            texts[row] = None
+            try:
+                if isinstance(value, Unusable):
+                    reasons[row] = f"column {name}: {value.reason}"
+                elif not is_unicode(json.dumps(value, ensure_ascii=False)):
+                    reasons[row] = f"column {name}: {SURROGATE}"
+                else:
+                    texts[row] = msgspec.json.encode(value).decode()
+            except RecursionError:
+                reasons[row] = f"column {name}: {TOO_DEEP}"
+    return pa.array(texts, pa.string()), reasons
+
+
+def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:
+    """Return the rows as Python values; JSON cells as their own values."""
+    columns = {
+        name: json_values(table.column(name).to_pylist())
+        if cell_kind(source.field(name)) == JSON_CELL
+        else table.column(name).to_pylist()
+        for name in table.schema.names
+    }
+    return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [{} for _ in range(len(table))]
