@@ -93,10 +93,10 @@ class ChunkedDataset:
             self.close()
 
 
-def kept_of(columns: Sequence[str], media: Set[str], wanted: DatasetQuery) -> list[str]:
-    """Return the columns to copy; InputError for an unknown one."""
+def kept_of(columns: Sequence[str], kept: Sequence[str], wanted: DatasetQuery) -> list[str]:
+    """Return the columns to copy, by default `kept`; InputError for an unknown one."""
     if wanted.keep is None:
-        return [name for name in columns if name not in media]
+        return list(kept)
     for name in wanted.keep:
         if name not in columns:
             raise InputError(f"keep: {name!r:.80} is not a column; {known_names(name, columns)}")
@@ -112,7 +112,8 @@ def known_names(name: object, known: Iterable[object]) -> str:
 def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
     """Return the chunks of a data set at a path, as in `weftline batch --data`."""
     spec = DataSpec((path,))
-    source = open_source(spec)
+    optional = [name for name in wanted.inputs if name not in wanted.required and name not in wanted.maps]
+    source = open_source(spec, optional=optional)
     try:
         each = ((rows.ids, rows.table) for rows in source.read())
         return ChunkedDataset(runs_of_tables(each, wanted, source.schema, open_loader(source, spec)), source.close)
@@ -205,7 +206,7 @@ def runs_of_tables(
             return iter(())
         schema, tables = first[1].schema, itertools.chain([first], tables)
     binding = bind(schema, wanted.inputs, wanted.required, wanted.maps)
-    return _table_runs(tables, binding, kept_of(schema.names, binding.media, wanted), wanted.rows, loader)
+    return _table_runs(tables, binding, kept_of(schema.names, binding.kept, wanted), wanted.rows, loader)
 
 
 def _table_runs(
@@ -268,7 +269,7 @@ def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[R
                 f"\n    fix: name its column with maps={{{name!r}: ...}}"
             )
     media = {column for name, column in columns.items() if _is_media(first.get(column), wanted.inputs[name])}
-    kept_of(list(first), media, wanted)
+    kept_of(list(first), [], wanted)
     return _mapping_runs(itertools.chain([first], rows), columns, media, wanted)
 
 
@@ -372,6 +373,8 @@ def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
     if isinstance(dataset, str | os.PathLike):
         return runs_of_path(os.fspath(dataset), wanted)
     if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
+        if dataset.features is None:  # a stream without types: each batch would get one from its rows
+            return ChunkedDataset(runs_of_mappings(dataset.with_format(None), wanted))
         tables = dataset.with_format("arrow").iter(batch_size=wanted.rows)
         return ChunkedDataset(runs_of_tables(numbered(as_tables(tables)), wanted))
     if (frame := object_cells(dataset)) is not None:

@@ -24,7 +24,7 @@ from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.runners.plans import required_steps, row_inputs
-from weftline.engine.jobs.sources.cells import kept_field
+from weftline.engine.jobs.sources.cells import kept_field, shown_type
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -92,9 +92,10 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
             f"--out {spec.out.out}: is inside the data folder {folder}: the next run would read the results as rows\n"
             "    fix: write elsewhere, or below a name with a leading underscore, which is not read"
         )
-    source = open_source(spec.data)
+    inputs, needed = row_inputs(plan)
+    source = open_source(spec.data, optional=[name for name in inputs if name not in (*needed, *spec.data.maps)])
     try:
-        binding = bind(source.schema, *row_inputs(plan), spec.data.maps)
+        binding = bind(source.schema, inputs, needed, spec.data.maps)
         kept = _kept(source.schema, binding, spec.out.keep, format)
         part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
@@ -156,9 +157,7 @@ def _kept(schema: pa.Schema, binding: Binding, keep: Sequence[str] | None, forma
     import pyarrow as pa
 
     known = [name for name in schema.names if name not in HIDDEN]
-    names = (
-        tuple(name for name in known if name not in binding.media) if keep is None else _chosen("column", keep, known)
-    )
+    names = tuple(binding.kept) if keep is None else _chosen("column", keep, known)
     fields = [kept_field(schema.field(name), format == "jsonl") for name in names]
     return pa.schema(fields, metadata=schema.metadata)
 
@@ -223,7 +222,7 @@ def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop 
     with prepare(spec, factory) as job:
         ports, schema = row_inputs(job.plan)[0], job.binding.schema
         mapped = [
-            InputMapping(name, str(port), column, str(schema.field(column).type) if column else "")
+            InputMapping(name, str(port), column, shown_type(schema.field(column)) if column else "")
             for name, port in ports.items()
             for column in [job.binding.columns.get(name, "")]
         ]

@@ -169,6 +169,11 @@ def _json_type(values: list[Any]) -> pa.DataType:
         return MIXED
 
 
+def shown_type(field: pa.Field) -> str:
+    """Return a column's type for messages; that of cells is the type of the first rows."""
+    return "json" if field.type == MIXED else str(field.type)
+
+
 def view_type(field: pa.Field) -> pa.DataType:
     """Return the type of `typed`: MIXED columns are text, and so are values that no row has."""
     return pa.string() if field.type == MIXED else _null_as_text(field.type)
@@ -187,7 +192,8 @@ def _null_as_text(type: pa.DataType) -> pa.DataType:
 def typed(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> tuple[pa.Array, dict[int, str]]:
     """Return the cells as one array of `view_type`, and by row why a cell has another type; it is null there."""
     if cell_kind(field) == CSV_CELL:
-        return _numbers(cells, field.type)
+        numbers, reasons = _numbers(cells, field.type)
+        return numbers, {row: f"column {field.name}: {why}" for row, why in reasons.items()}
     type = view_type(field)
     values = json_values(cells.to_pylist())
     if field.type == MIXED:

@@ -33,7 +33,7 @@ from weftline.engine.jobs.sources.columns import (
     tensors,
 )
 from weftline.engine.jobs.sources.media import Loader
-from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE
+from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE, is_late
 from weftline.errors import InputError
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
@@ -56,11 +56,17 @@ class Binding:
 
     @property
     def media(self) -> set[str]:
-        """Columns of encoded media and other bytes, bound or not: not kept in outputs by default.
+        """Columns of encoded media and other bytes, bound or not.
 
         Columns of file names are not among them: they are short and identify the row.
         """
         return {field.name for field in self.schema if holds_bytes(field.type)}
+
+    @property
+    def kept(self) -> list[str]:
+        """Columns that are kept in outputs by default: all but media, and those that the first rows lack."""
+        left_out = self.media | set(HIDDEN)
+        return [field.name for field in self.schema if field.name not in left_out and not is_late(field)]
 
     def inputs(self, table: pa.Table, loader: Loader) -> dict[str, list[Any]]:
         """Return the values of each bound input: one per row, None, or Unusable.
@@ -104,7 +110,7 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
                 problems.append(f"input {name} ({port}) from column {column}: {why}")
         elif name in needed and name not in maps:
             problems.append(f"input {name} ({port}): there is no column {name}{_near(name, names)}")
-    if not problems and not columns:
+    if not problems and all(is_late(schema.field(column)) for column in columns.values()):
         problems.append("no input gets a column")
     if problems:
         inputs = ", ".join(f"{name} ({port})" for name, port in ports.items()) or "none"

@@ -7,7 +7,7 @@ those that an input needs. A line that is no JSON object becomes a row of nulls 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import JSON_CELL
 from weftline.engine.jobs.sources.cells import TOO_DEEP, cell_field, is_unicode, kind_of, learned_json
-from weftline.engine.jobs.sources.reader import HIDDEN_FIELD
+from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, with_late
 from weftline.engine.jobs.sources.text_reader import BOM, LINE_BYTES_MAX, LineBlock, TextReader, is_utf8
 from weftline.errors import InputError
 
@@ -44,6 +44,9 @@ class JsonlReader(TextReader):
         if odd := [name for row in rows for name in row if not is_unicode(name)]:
             raise InputError(f"{shown}: the key {odd[0]!r:.80} has half of a surrogate pair; expected UTF-8")
         return learned_json(rows)
+
+    def expect(self, names: Collection[str]) -> None:
+        self.schema = with_late(self.schema, {name: cell_field(name, pa.null(), JSON_CELL) for name in names})
 
     def _first_lines(self) -> bytes:
         """Return whole lines of the first file, at least one, without leading blank lines."""

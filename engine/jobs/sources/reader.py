@@ -37,6 +37,9 @@ MEANS = b"weftline"
 cells: CSV_CELL or JSON_CELL. A column of cells has the type of the first rows in a reader's schema, and is text in a
 batch."""
 
+LATE = b"weftline.late"
+"""Metadata key of a column that the first rows lack, and that an optional input reads; not kept by default."""
+
 BATCH_ROWS_MAX = 4_096
 BATCH_BYTES = 16 << 20
 """Approximate limit of a batch, from the average bytes per row."""
@@ -123,6 +126,25 @@ class ColumnReader(DatasetReader, Protocol):
         """Return a reader of these columns with the same batches and its own open files."""
 
 
+@runtime_checkable
+class OpenReader(DatasetReader, Protocol):
+    """Reader whose columns are those of the first rows; later rows may have more."""
+
+    def expect(self, names: Collection[str]) -> None:
+        """Add these columns, if the first rows lack them, with LATE in their metadata."""
+
+
+def with_late(schema: pa.Schema, fields: Mapping[str, pa.Field]) -> pa.Schema:
+    """Return the schema with further fields that it lacks, marked as late."""
+    late = [field for name, field in fields.items() if name not in schema.names]
+    return pa.schema([*schema, *(one.with_metadata({**(one.metadata or {}), LATE: b""}) for one in late)])
+
+
+def is_late(field: pa.Field) -> bool:
+    """Return True for a column that the first rows lack."""
+    return LATE in (field.metadata or {})
+
+
 def with_reasons(table: pa.Table, reasons: Mapping[int, str]) -> pa.Table:
     """Return the table with further unreadable rows: reasons by row."""
     if not reasons:
@@ -167,17 +189,57 @@ def check_columns(schema: pa.Schema, found: pa.Schema, shown: str, first: str) -
 
 
 def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
-    """Return the columns of `schema`, cast where types differ; InputError names file and column."""
+    """Return the columns of `schema`, cast where types differ; InputError if that would change a value."""
     columns = []
     for field in schema:
         column = table.column(field.name)
         if column.type != field.type:
+            expected = f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it"
+            if not _may_hold(field.type, column.type):
+                raise InputError(f"{expected}\n    fix: run them as two jobs")
             try:
                 column = column.cast(field.type)
             except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError) as error:
-                raise InputError(
-                    f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it "
-                    f"({first_line(error):.200})"
-                ) from None
+                raise InputError(f"{expected} ({first_line(error):.200})") from None
         columns.append(column)
     return pa.table(columns, schema=schema) if columns else table.select([])
+
+
+def _may_hold(wanted: pa.DataType, found: pa.DataType) -> bool:
+    """Return False if Arrow casts a type to another by changing values: numbers to text, or objects to fewer keys."""
+    is_, both = pa.types, (wanted, found)
+    if is_.is_null(found) or any(isinstance(one, pa.BaseExtensionType) for one in both):
+        return True
+    if is_.is_dictionary(found):
+        return _may_hold(wanted, found.value_type)
+    if is_.is_struct(wanted) and is_.is_struct(found):
+        fields = {one.name: one.type for one in wanted}
+        return all(one.name in fields and _may_hold(fields[one.name], one.type) for one in found)
+    if all(any(kind(one) for kind in _LISTS) for one in both):
+        return _may_hold(wanted.value_type, found.value_type)
+    if is_.is_map(wanted) and is_.is_map(found):
+        return _may_hold(wanted.key_type, found.key_type) and _may_hold(wanted.item_type, found.item_type)
+    if is_.is_floating(wanted) and is_.is_floating(found):
+        return bool(wanted.bit_width >= found.bit_width)
+    number = is_.is_integer(wanted) or is_.is_floating(wanted)
+    return (number and is_.is_integer(found)) or any(all(map(kind, both)) for kind in _KINDS)
+
+
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _is_text(type: pa.DataType) -> bool:
+    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))
+
+
+def _is_binary(type: pa.DataType) -> bool:
+    is_ = pa.types
+    fixed = is_.is_fixed_size_binary(type) or is_.is_binary_view(type)
+    return bool(fixed or is_.is_binary(type) or is_.is_large_binary(type))
+
+
+_KINDS = (
+    _is_text, _is_binary, pa.types.is_boolean, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_date,
+    pa.types.is_time, pa.types.is_duration,
+)  # fmt: skip
+"""Kinds of types whose values Arrow casts exactly, or not at all."""

@@ -6,7 +6,7 @@ Optional packages are imported on use; a missing one raises MissingPackage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -30,13 +30,15 @@ JOB_FOLDER = "_weftline/"
 """State folder of job results; `errors.jsonl` beside it is no data."""
 
 
-def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
+def open_source(spec: DataSpec, stdin: BinaryIO | None = None, optional: Collection[str] = ()) -> Source:
     """Open the data of `spec` with its selection; InputError lists the problems.
 
-    stdin: read for `-`; None: the standard input of this process.
+    stdin:    read for `-`; None: the standard input of this process.
+    optional: columns that are read even where the first rows lack them.
     """
     for package in ("pyarrow", "fsspec"):
         need(package)
+    from weftline.engine.jobs.sources.reader import OpenReader
     from weftline.engine.jobs.sources.selection import SelectedSource
 
     check_format(spec.format)
@@ -48,6 +50,8 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None) -> Source:
     if reader.rows == 0 or not reader.schema.names:
         reader.close()
         raise InputError(f"{_shown(spec)}: the data set is empty")
+    if isinstance(reader, OpenReader):
+        reader.expect(optional)
     return SelectedSource(reader, spec)
 
 

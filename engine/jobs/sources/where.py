@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL
-from weftline.engine.jobs.sources.cells import cell_kind, typed
+from weftline.engine.jobs.sources.cells import cell_kind, shown_type, typed
 from weftline.engine.jobs.sources.columns import is_list, is_number, is_text
 from weftline.engine.jobs.sources.reader import UNUSABLE
 from weftline.errors import InputError, first_line
@@ -158,7 +158,7 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
     try:
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
-        types = ", ".join(f"{name} is {schema.field(name).type}" for name in names)
+        types = ", ".join(f"{name} is {shown_type(schema.field(name))}" for name in names)
         problems.append(f"--where {text:.200}: {first_line(error):.300} ({types})")
         return None
     return found

@@ -176,10 +176,50 @@ def test_a_key_that_comes_twice_is_found_when_an_archive_is_read_on(tmp_path: Pa
             list(opened(tmp_path / "x.tar").read(first.after, len(first)))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (pa.int64(), ["01234"]),
+        (pa.string(), [1]),
+        (pa.bool_(), [2]),
+        (pa.int64(), [True]),
+        (pa.float32(), [0.1]),
+        (pa.float64(), [2**53 + 1]),
+        (pa.int64(), [1.5]),
+        (pa.date32(), ["2020-01-02"]),
+        (pa.struct([("a", pa.int64())]), [{"a": 1, "b": 2}]),
+        (pa.list_(pa.struct([("a", pa.string())])), [[{"a": 1}]]),
+    ],
+)
+def test_a_later_file_whose_values_would_change_is_refused(wanted: pa.DataType, found: list[Any]) -> None:
+    with pytest.raises(InputError, match=r"^b.parquet: column v: found .*, expected .* as before it"):
+        cast_columns(pa.table({"v": found}), pa.schema([("v", wanted)]), "b.parquet")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (pa.int64(), pa.array([1, None], pa.int8())),
+        (pa.float64(), pa.array([1.5], pa.float32())),
+        (pa.float64(), pa.array([3])),
+        (pa.large_string(), pa.array(["a"]).dictionary_encode()),
+        (pa.list_(pa.int64()), pa.array([[1], None], pa.large_list(pa.int16()))),
+        (pa.struct([("a", pa.int64()), ("b", pa.string())]), pa.array([{"a": 1}])),
+        (pa.timestamp("us"), pa.array([1], pa.timestamp("s"))),
+        (pa.string(), pa.nulls(1)),
+    ],
+)
+def test_a_later_file_whose_values_stay_is_read(wanted: pa.DataType, found: pa.Array) -> None:
+    (cast,) = cast_columns(pa.table({"v": found}), pa.schema([("v", wanted)]), "b.parquet").columns
+    expected = [{"b": None, **one} if isinstance(one, dict) else one for one in found.to_pylist()]
+    assert cast.type == wanted
+    assert cast.to_pylist() == expected
+
+
 class SilentArray:
     """Column whose cast fails with an error that has no text."""
 
-    type = pa.string()
+    type = pa.int32()
 
     def cast(self, type: pa.DataType) -> None:
         raise pa.ArrowInvalid("")

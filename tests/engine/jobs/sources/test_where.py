@@ -1,3 +1,5 @@
+import io
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -5,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weftline.engine.jobs.sources.csv_reader import CsvReader
+from weftline.engine.jobs.sources.reader import UNUSABLE
+from weftline.engine.jobs.sources.source import open_source
+from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.sources.where import RowFilter
+from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
 from weftline.pipelines.spec import condition
 
@@ -128,3 +135,64 @@ def test_without_nulls_a_column_is_asked_as_a_value_is(text: str, rows: list[dic
     asked = condition.parse(text)
     one_by_one = [asked.holds([row[wire.port] for wire in asked.wires]) for row in rows]
     assert RowFilter([text], table.schema).mask(table).to_pylist() == one_by_one
+
+
+CODES = b"code,n,half,ok,word,note\n01,1,0.5,true,cat,\n1,2,1e1,False,,x\n+1,NA,,true,0,\n,18,7,TRUE,dog,y\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('code == "01"', [0]),
+        ("code == 1", [0, 1, 2]),
+        ('code != ""', [0, 1, 2]),
+        ("code == null", [3]),
+        ("note == null", [0, 2]),
+        ("note != null", [1, 3]),
+        ("n > 1", [1, 3]),
+        ("n == null", [2]),
+        ('n == "NA"', [2]),
+        ("n in [1, 18, null]", [0, 2, 3]),
+        ('n in ["1", "18"]', [0, 3]),
+        ("half > 1 and len(half) == 3", [1]),
+        ("ok", [0, 2, 3]),
+        ("not ok", [1]),
+        ("ok == true", [0, 2, 3]),
+        ("word", [0, 2, 3]),
+        ('"a" in word', [0]),
+        ('"1" in n', [0, 3]),
+        ("len(n) == 2", [2, 3]),
+        ("half < n", [0, 3]),
+        ("word != note", [0, 1, 2, 3]),
+        ("n", [0, 1, 3]),
+    ],
+)
+def test_csv_cells_are_text_or_numbers_as_a_condition_needs(text: str, kept: list[int]) -> None:
+    reader = CsvReader(StandardInput(io.BytesIO(CODES)))
+    (batch,) = reader.read(reader.pieces(False)[0])
+    mask, reasons = RowFilter([text], reader.schema).evaluate(batch.table)
+    assert [row for row, one in enumerate(mask.to_pylist()) if one] == kept
+    assert not reasons
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("word > 1", "1 cannot be compared with a column of string"), ("word.x == 1", "'x' is no key of string")],
+)
+def test_csv_text_is_no_number_in_a_condition(text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        RowFilter([text], CsvReader(StandardInput(io.BytesIO(CODES))).schema)
+
+
+def test_a_cell_that_cannot_be_compared_makes_its_row_unreadable(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weftline.engine.jobs.sources.csv_reader.LEARN_BYTES", 10)
+        patch.setattr("weftline.engine.jobs.sources.jsonl_reader.LEARN_ROWS", 2)
+        (tmp_path / "a.csv").write_text("n,t\n1,a\n2,b\nx,c\n3,d\n")
+        (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n{"n": 2.5}\n{"n": 3}\n')
+        for name, found in (("a.csv", "'x'"), ("a.jsonl", "a number")):
+            source = open_source(DataSpec((str(tmp_path / name),), where=("n > 1",)))
+            (rows,) = source.read()
+            assert rows.ids == [f"{name}#{row}" for row in (1, 2, 3)]
+            why = f"column n: expected int64, as in the lines before, found {found}"
+            assert rows.table.column(UNUSABLE).to_pylist() == [None, why, None]
