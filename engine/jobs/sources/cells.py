@@ -31,6 +31,7 @@ import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.reader import MEANS
+from weftline.errors import InputError
 
 MIXED = pa.json_()
 """Type of a JSON column whose first values have no common type."""
@@ -113,7 +114,7 @@ def csv_value(cell: str) -> Any:
 def csv_numbers(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]:
     """Return the numbers in CSV cells, as `_number` does, cast together where that changes none of them."""
     array, reasons = _numbers(cells, field.type)
-    values = array.to_pylist()
+    values: list[Any] = array.to_pylist()
     beyond = [row for row, one in enumerate(values) if one.__class__ is float and abs(one) >= _EXACT]
     for row in sorted({*reasons, *beyond}):
         values[row] = _number(cells[row].as_py())
@@ -327,11 +328,11 @@ def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
 
 
 def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:
-    """Return the rows as Python values; JSON cells as their own values."""
-    columns = {
-        name: json_values(table.column(name).to_pylist())
-        if cell_kind(source.field(name)) == JSON_CELL
-        else table.column(name).to_pylist()
-        for name in table.schema.names
-    }
+    """Return the rows as Python values; JSON cells as their own values. InputError for one that Python cannot hold."""
+    columns: dict[str, list[Any]] = {}
+    for name in table.schema.names:
+        values = table.column(name).to_pylist()
+        columns[name] = json_values(values) if cell_kind(source.field(name)) == JSON_CELL else values
+        if bad := next((one for one in columns[name] if isinstance(one, Unusable)), None):
+            raise InputError(f"column {name}: {bad.reason}\n    fix: choose the columns to keep, without it")
     return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [{} for _ in range(len(table))]

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
+from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_number, is_text, storage
 from weftline.engine.jobs.sources.cells import MIXED, cell_kind
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.nodes.ports import PortType
@@ -58,26 +59,6 @@ def means(field: pa.Field) -> str:
     return (field.metadata or {}).get(MEANS, b"").decode() if field.metadata else ""
 
 
-def storage(type: pa.DataType) -> pa.DataType:
-    """Return the storage type of extension types, any other type unchanged."""
-    while isinstance(type, pa.BaseExtensionType):
-        type = type.storage_type
-    return type
-
-
-def is_text(type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))
-
-
-def is_bytes(type: pa.DataType) -> bool:
-    fixed = pa.types.is_fixed_size_binary(type) or pa.types.is_binary_view(type)
-    return bool(fixed or pa.types.is_binary(type) or pa.types.is_large_binary(type))
-
-
-def is_list(type: pa.DataType) -> bool:
-    return bool(pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type))
-
-
 def is_encoded(type: pa.DataType) -> bool:
     """Return True for Hugging Face's Image and Audio type: a struct of bytes and path."""
     return bool(pa.types.is_struct(type)) and {"bytes", "path"} <= {field.name for field in type}
@@ -99,10 +80,6 @@ def holds_bytes(type: pa.DataType) -> bool:
     while is_list(type):
         type = storage(type.value_type)
     return is_bytes(type) or is_encoded(type)
-
-
-def is_number(type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type))
 
 
 def _for_text(type: pa.DataType) -> str:

@@ -19,19 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import JSON_CELL, Unusable
+from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_text, storage
 from weftline.engine.jobs.sources.cells import cell_kind, csv_numbers, csv_value, json_values
-from weftline.engine.jobs.sources.columns import (
-    MEDIA,
-    holds_bytes,
-    is_bytes,
-    is_encoded,
-    is_list,
-    is_text,
-    means,
-    misfit,
-    storage,
-    tensors,
-)
+from weftline.engine.jobs.sources.columns import MEDIA, holds_bytes, is_encoded, means, misfit, tensors
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE, is_late
 from weftline.errors import InputError

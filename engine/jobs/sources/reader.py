@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
+from weftline.engine.jobs.sources.arrow_types import may_hold
 from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import listed
 
@@ -195,7 +196,7 @@ def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
         column = table.column(field.name)
         if column.type != field.type:
             expected = f"{shown}: column {field.name}: found {column.type}, expected {field.type} as before it"
-            if not _may_hold(field.type, column.type):
+            if not may_hold(field.type, column.type):
                 raise InputError(f"{expected}\n    fix: run them as two jobs")
             try:
                 column = column.cast(field.type)
@@ -203,43 +204,3 @@ def cast_columns(table: pa.Table, schema: pa.Schema, shown: str) -> pa.Table:
                 raise InputError(f"{expected} ({first_line(error):.200})") from None
         columns.append(column)
     return pa.table(columns, schema=schema) if columns else table.select([])
-
-
-def _may_hold(wanted: pa.DataType, found: pa.DataType) -> bool:
-    """Return False if Arrow casts a type to another by changing values: numbers to text, or objects to fewer keys."""
-    is_, both = pa.types, (wanted, found)
-    if is_.is_null(found) or any(isinstance(one, pa.BaseExtensionType) for one in both):
-        return True
-    if is_.is_dictionary(found):
-        return _may_hold(wanted, found.value_type)
-    if is_.is_struct(wanted) and is_.is_struct(found):
-        fields = {one.name: one.type for one in wanted}
-        return all(one.name in fields and _may_hold(fields[one.name], one.type) for one in found)
-    if all(any(kind(one) for kind in _LISTS) for one in both):
-        return _may_hold(wanted.value_type, found.value_type)
-    if is_.is_map(wanted) and is_.is_map(found):
-        return _may_hold(wanted.key_type, found.key_type) and _may_hold(wanted.item_type, found.item_type)
-    if is_.is_floating(wanted) and is_.is_floating(found):
-        return bool(wanted.bit_width >= found.bit_width)
-    number = is_.is_integer(wanted) or is_.is_floating(wanted)
-    return (number and is_.is_integer(found)) or any(all(map(kind, both)) for kind in _KINDS)
-
-
-_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-
-
-def _is_text(type: pa.DataType) -> bool:
-    return bool(pa.types.is_string(type) or pa.types.is_large_string(type) or pa.types.is_string_view(type))
-
-
-def _is_binary(type: pa.DataType) -> bool:
-    is_ = pa.types
-    fixed = is_.is_fixed_size_binary(type) or is_.is_binary_view(type)
-    return bool(fixed or is_.is_binary(type) or is_.is_large_binary(type))
-
-
-_KINDS = (
-    _is_text, _is_binary, pa.types.is_boolean, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_date,
-    pa.types.is_time, pa.types.is_duration,
-)  # fmt: skip
-"""Kinds of types whose values Arrow casts exactly, or not at all."""

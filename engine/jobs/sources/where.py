@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL
+from weftline.engine.jobs.sources.arrow_types import is_list, is_number, is_text
 from weftline.engine.jobs.sources.cells import cell_kind, shown_type, typed
-from weftline.engine.jobs.sources.columns import is_list, is_number, is_text
 from weftline.engine.jobs.sources.reader import UNUSABLE
 from weftline.errors import InputError, first_line
 from weftline.pipelines.check.problems import did_you_mean, listed

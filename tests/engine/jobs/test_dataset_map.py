@@ -3,6 +3,7 @@
 import gc
 import io
 import itertools
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -372,3 +374,50 @@ def test_rows_of_an_open_session_leave_it_open(tmp_path: Path) -> None:
         rows = map_rows(SessionRunner(session, outputs=["loud"]), datasets.Dataset.from_list(ROWS))
         assert [row["loud"] for row in rows] == [f"{row['text'].upper()}!" for row in ROWS]
         assert session.run(text="a")["loud"] == "A!"
+
+
+class Whole(Shouter):
+    """Answers the JSON value that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.required = frozenset()
+        self.inputs, self.outputs = {"v": PortType("json")}, {"seen": PortType("json")}
+
+    def submit(self, block: RowBlock) -> Future[BlockResult]:
+        future: Future[BlockResult] = Future()
+        future.set_result(BlockResult({"seen": block.inputs["v"]}))
+        return future
+
+
+OWN: list[Any] = [{"a": 1}, {"b": {"c": [1, 1.5]}}, 1, "1", 1.5, [{"x": 1}], True, None]
+
+
+def test_objects_of_a_data_frame_do_not_get_keys_of_other_rows() -> None:
+    frame = pd.DataFrame({"n": range(len(OWN)), "v": pd.Series(OWN, dtype=object), "t": ["x"] * len(OWN)})
+    found = list(map_rows(Whole(), frame))
+    assert repr([row["seen"] for row in found]) == repr(OWN)
+    assert repr([row["v"] for row in found]) == repr(OWN)
+    assert [(list(row), row["n"], row["t"]) for row in found] == [
+        (["n", "v", "t", "seen"], place, "x") for place in range(len(OWN))
+    ]
+
+
+def test_columns_of_arrays_and_bytes_of_a_data_frame_stay_columns_of_arrow() -> None:
+    frame = pd.DataFrame({"text": ["a"], "e": [np.ones(2, np.float32)], "b": [b"x"]})
+    assert list(map_rows(Shouter(), frame, keep=["e"])) == [{"e": [1.0, 1.0], "loud": "A"}]
+
+
+def test_a_stream_without_types_gives_the_values_of_its_rows() -> None:
+    stream = datasets.IterableDataset.from_generator(lambda: ({"v": value} for value in OWN))
+    assert repr([row["seen"] for row in map_rows(Whole(), stream)]) == repr(OWN)
+
+
+def test_rows_of_a_path_are_their_own_values_and_json_text_in_a_data_set(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"v": value, "n": 1}) + "\n" for value in OWN))
+    assert repr([row["v"] for row in map_rows(Whole(), file)]) == repr(OWN)
+    made = map_rows(Whole(), file, as_dataset=True)
+    assert isinstance(made, datasets.Dataset)
+    assert repr([None if one is None else json.loads(one) for one in made["v"]]) == repr(OWN)
+    assert made["n"] == [1] * len(OWN)
