@@ -21,8 +21,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -49,6 +50,9 @@ NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 _KINDS: Mapping[type, str] = {
     str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
+}  # fmt: skip
+_CLASSES: Mapping[Callable[[pa.DataType], bool], type] = {
+    pa.types.is_string: str, pa.types.is_int64: int, pa.types.is_float64: float, pa.types.is_boolean: bool,
 }  # fmt: skip
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -171,7 +175,9 @@ def _json_type(values: list[Any]) -> pa.DataType:
 
 
 def shown_type(field: pa.Field) -> str:
-    """Return a column's type for messages; that of cells is the type of the first rows."""
+    """Return a column's type for messages: string for CSV, and for JSON cells the type of the first rows."""
+    if cell_kind(field) == CSV_CELL:
+        return "string"
     return "json" if field.type == MIXED else str(field.type)
 
 
@@ -199,9 +205,19 @@ def typed(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> tuple[pa.Array,
     values = json_values(cells.to_pylist())
     if field.type == MIXED:
         values = [_as_text(one) for one in values]
+    if {value.__class__ for value in values} <= {_class_of(type), NoneType}:  # the usual case, checked together
+        try:
+            return pa.array(values, type), {}
+        except NO_FIT:
+            pass
     reasons = {row: why for row, value in enumerate(values) if (why := _misfit(value, type))}
     values = [None if row in reasons else value for row, value in enumerate(values)] if reasons else values
     return pa.array(values, type), {row: f"column {field.name}: {why}" for row, why in reasons.items()}
+
+
+def _class_of(arrow_type: pa.DataType) -> type | None:
+    """Return the class of all values that a type of scalars holds; None for other types."""
+    return next((one for is_of, one in _CLASSES.items() if is_of(arrow_type)), None)
 
 
 def _as_text(value: Any) -> Any:
