@@ -146,7 +146,7 @@ def object_cells(frame: Any) -> tuple[pa.Table, pa.Schema] | None:
 
     Arrow has one type for a column, so that objects would get each other's keys.
     """
-    if type(frame).__module__.partition(".")[0] != "pandas":
+    if type(frame).__module__.partition(".")[0] != "pandas" or not frame.columns.is_unique:
         return None
     import pyarrow as pa
 

@@ -6,11 +6,11 @@ has the mark CSV_CELL or JSON_CELL:
     CSV_CELL   the text between two delimiters
     JSON_CELL  the JSON text of the row's value; null where the row lacks the key
 
-The reader's schema has the same field with the type that the first rows have. It is a type for checks before the first
-row, and for those who need one type for all rows: `--where`, and results in a format with typed columns. A cell that
-does not have that type is reported, and never changed to fit.
+The reader's schema has the same field with the type that the first rows have. This type is used for checks before the
+first row, and where all rows need one type: in `--where`, and in results with typed columns. A cell that does not have
+that type is reported, and never changed to fit.
 
-    input of a pipeline     the row's own value (`values_of`)
+    input of a pipeline     the row's own value (`json_values`, `csv_value`, `csv_numbers`)
     --where                 `typed`; CSV cells are numbers only where they are compared with numbers
     results in JSONL        the text itself (`kept`)
     results in other files  `typed`, or the text where Arrow's types would change the value
@@ -347,8 +347,10 @@ def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:
     """Return the rows as Python values; JSON cells as their own values. InputError for one that Python cannot hold."""
     columns: dict[str, list[Any]] = {}
     for name in table.schema.names:
-        values = table.column(name).to_pylist()
-        columns[name] = json_values(values) if cell_kind(source.field(name)) == JSON_CELL else values
+        columns[name] = table.column(name).to_pylist()
+        if cell_kind(source.field(name)) != JSON_CELL:
+            continue
+        columns[name] = json_values(columns[name])
         if bad := next((one for one in columns[name] if isinstance(one, Unusable)), None):
             raise InputError(f"column {name}: {bad.reason}\n    fix: choose the columns to keep, without it")
     return [dict(zip(columns, row)) for row in zip(*columns.values())] if columns else [{} for _ in range(len(table))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,15 +247,20 @@ def _tensor(value: Any, port: PortType) -> Any:
     if not isinstance(value, list | dict):
         return value
     try:
-        if isinstance(value, dict) and value.keys() == {"shape", "data"}:
-            shape, value = (
-                value["shape"],
-                np.asarray(to_value(PortType("tensor", port.dtype), value["data"], _UNLIMITED)),
-            )
-            value = value.reshape(shape)
-        return to_value(port, value, _UNLIMITED)
-    except (InputError, ValueError, TypeError) as error:
+        return to_value(port, _shaped(value, port) if isinstance(value, dict) else value, _UNLIMITED)
+    except InputError as error:
         return Unusable(str(error))
+
+
+def _shaped(value: Mapping[str, Any], port: PortType) -> Any:
+    """Return the array of a mapping of shape and data; InputError if they do not match."""
+    shape, data = value.get("shape"), value.get("data")
+    if not isinstance(shape, list) or not isinstance(data, list):
+        return value
+    numbers = to_value(PortType("tensor", port.dtype), data, _UNLIMITED)
+    if any(size.__class__ is not int or size < 0 for size in shape) or math.prod(shape) != numbers.size:
+        raise InputError(f"wants {port}, got {numbers.size} numbers for the shape {shape}")
+    return numbers.reshape(shape)
 
 
 def _samples(value: Any, port: PortType) -> Any:

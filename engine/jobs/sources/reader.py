@@ -128,7 +128,7 @@ class ColumnReader(DatasetReader, Protocol):
 
 
 @runtime_checkable
-class OpenReader(DatasetReader, Protocol):
+class LateColumnReader(DatasetReader, Protocol):
     """Reader whose columns are those of the first rows; later rows may have more."""
 
     def expect(self, names: Collection[str]) -> None:

@@ -38,7 +38,7 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None, optional: Collect
     """
     for package in ("pyarrow", "fsspec"):
         need(package)
-    from weftline.engine.jobs.sources.reader import OpenReader
+    from weftline.engine.jobs.sources.reader import LateColumnReader
     from weftline.engine.jobs.sources.selection import SelectedSource
 
     check_format(spec.format)
@@ -50,7 +50,7 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None, optional: Collect
     if reader.rows == 0 or not reader.schema.names:
         reader.close()
         raise InputError(f"{_shown(spec)}: the data set is empty")
-    if isinstance(reader, OpenReader):
+    if isinstance(reader, LateColumnReader):
         reader.expect(optional)
     return SelectedSource(reader, spec)
 

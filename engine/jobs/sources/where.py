@@ -47,7 +47,7 @@ class RowFilter:
 
     @property
     def columns(self) -> set[str]:
-        """Columns that the conditions use."""
+        """ConditionColumns that the conditions use."""
         return {wire.port for one in self._conditions for wire in one.wires}
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
@@ -56,7 +56,7 @@ class RowFilter:
 
     def evaluate(self, table: pa.Table) -> tuple[pa.ChunkedArray | pa.Array, dict[int, str]]:
         """Return the mask, and by row why a cell could not be compared; these rows pass."""
-        columns = Columns(table, self._schema)
+        columns = ConditionColumns(table, self._schema)
         kept: Any = None
         for one in self._conditions:
             try:
@@ -72,8 +72,8 @@ class RowFilter:
 
 
 @dataclass
-class Columns:
-    """Columns of a table for a condition.
+class ConditionColumns:
+    """ConditionColumns of a table for a condition.
 
     schema:  of the reader; its types are those of cells.
     reasons: by row, why a cell that a condition used has another type.
@@ -108,7 +108,7 @@ class CsvCells:
     """A column of CSV in a condition: text or numbers, as its other operand requires."""
 
     name: str
-    of: Columns
+    of: ConditionColumns
 
     @property
     def text(self) -> pa.ChunkedArray:
@@ -154,7 +154,7 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
         )
     if unknown:
         return None
-    empty = Columns(_empty(schema), schema)
+    empty = ConditionColumns(_empty(schema), schema)
     try:
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
@@ -169,7 +169,7 @@ def _empty(schema: pa.Schema) -> pa.Table:
     return pa.schema([one.with_type(pa.string()) if cell_kind(one) else one for one in schema]).empty_table()
 
 
-def _value(tree: Tree, of: Condition, columns: Columns) -> Any:
+def _value(tree: Tree, of: Condition, columns: ConditionColumns) -> Any:
     """Evaluate a tree to an array or a constant."""
     match tree:
         case ("wire", index):
@@ -226,7 +226,7 @@ def _like(constant: Any, type: pa.DataType) -> pa.Scalar:
     return found.cast(type) if pa.types.is_temporal(type) else found
 
 
-def _contained(one: Any, many: Any, columns: Columns) -> Any:
+def _contained(one: Any, many: Any, columns: ConditionColumns) -> Any:
     """Evaluate `in`: a column in a constant list, text in a text column, or a constant in a list column."""
     many = many.text if isinstance(many, CsvCells) else many
     if isinstance(many, list):
@@ -282,7 +282,7 @@ def _length(found: Any) -> Any:
     raise ValueError(f"a column of {found.type} has no len")
 
 
-def _truth(found: Any, columns: Columns) -> Any:
+def _truth(found: Any, columns: ConditionColumns) -> Any:
     """Return the truth value of each row by Python's rule; null stays null."""
     found = found.plain() if isinstance(found, CsvCells) else found
     if not _is_array(found):
@@ -298,7 +298,7 @@ def _truth(found: Any, columns: Columns) -> Any:
     return pc.greater(_length(found), 0)
 
 
-def _true(found: Any, columns: Columns) -> Any:
+def _true(found: Any, columns: ConditionColumns) -> Any:
     return pc.fill_null(_truth(found, columns), False)
 
 

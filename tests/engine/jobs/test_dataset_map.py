@@ -403,6 +403,13 @@ def test_objects_of_a_data_frame_do_not_get_keys_of_other_rows() -> None:
     ]
 
 
+def test_a_data_frame_may_have_objects_only_and_an_index() -> None:
+    frame = pd.DataFrame({"v": pd.Series(OWN, dtype=object)})
+    assert repr([row["seen"] for row in map_rows(Whole(), frame)]) == repr(OWN)
+    chosen = frame.iloc[[3, 0]]
+    assert repr([row["v"] for row in map_rows(Whole(), chosen, keep=["v"])]) == repr([OWN[3], OWN[0]])
+
+
 def test_columns_of_arrays_and_bytes_of_a_data_frame_stay_columns_of_arrow() -> None:
     frame = pd.DataFrame({"text": ["a"], "e": [np.ones(2, np.float32)], "b": [b"x"]})
     assert list(map_rows(Shouter(), frame, keep=["e"])) == [{"e": [1.0, 1.0], "loud": "A"}]

@@ -59,7 +59,7 @@ def pipeline(folder: Path, type: str) -> Path:
     (folder / "steps.py").write_text(
         f"from typing import Any\n\ndef look(v: {annotation}) -> str:\n    return repr(v)\n"
     )
-    file = folder / f"{type.strip('[]')}.yaml"
+    file = folder / f"{type.partition('[')[0]}.yaml"
     file.write_text(PIPELINE.format(type=type))
     return file
 
@@ -275,6 +275,18 @@ def errors_of(folder: Path, out: str) -> dict[str, str]:
 
 
 OWN = [{"a": 1}, {"b": 2}, 1, 1.5, "1", "x", [{"role": "u", "content": [1]}], {"a": {"late": [True]}}, 2**70, 1.0, None]
+
+
+def test_jsonl_tensors_are_lists_or_shape_and_data(folder: Path) -> None:
+    file = folder / "tensors.jsonl"
+    values: list[Any] = [
+        [[1, 2.5]], {"shape": [1, 2], "data": [3, 4]}, {"shape": [3], "data": [1.0]}, {"shape": None, "data": [1]},
+        [[1], [2, 3]], "x", [[2**53 + 1, 0]], None,
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps({"v": value}) + "\n" for value in values))
+    plan = plan_of(folder, "float64[1, 2]")
+    expected = [[[1, 2.5]], [[3, 4]], "x", "x", "x", "x", "x", None]
+    assert by_rows(plan, file) == by_run(plan, expected)
 
 
 def test_values_and_kept_columns_of_jsonl_are_their_own_row_s(tmp_path: Path) -> None:
