@@ -185,18 +185,19 @@ class RoundBuffers:
 
     def _fill_rows(self, host: dict[str, Any], spans: Sequence[Span], count: int, rows: int) -> None:
         size = self.page_tokens
-        if count == len(spans):
-            host["positions"][:count] = [span.start + span.shift for span in spans]
-            host["slots"][:count] = [s.table.pages[s.start // size] * size + s.start % size for s in spans]
-        else:
-            row = 0
+        single = spans if count == len(spans) else [span for span in spans if span.count == 1]
+        # of one row each, all by one list; a slice where they are neighbours, which they are but for prompts between
+        at = slice(0, count) if single is spans else [span.row for span in single]
+        host["positions"][at] = [span.start + span.shift for span in single]
+        host["slots"][at] = [s.table.pages[s.start // size] * size + s.start % size for s in single]
+        if single is not spans:
             for span in spans:
-                places = np.arange(span.start, span.start + span.count)
-                first = span.start // size
+                if span.count == 1:
+                    continue
+                places, first = np.arange(span.start, span.start + span.count), span.start // size
                 pages = np.array(span.table.pages[first : (span.start + span.count - 1) // size + 1], np.int64)
-                host["positions"][row : row + span.count] = places + span.shift
-                host["slots"][row : row + span.count] = pages[places // size - first] * size + places % size
-                row += span.count
+                host["positions"][span.row : span.row + span.count] = places + span.shift
+                host["slots"][span.row : span.row + span.count] = pages[places // size - first] * size + places % size
         host["positions"][count:rows] = 0
         host["slots"][count:rows] = NOWHERE
 
