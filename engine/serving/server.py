@@ -25,6 +25,7 @@ from weftline.engine.repository import Repository
 from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.gate import Gate
+from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import TlsFiles
 from weftline.engine.serving.auth.tokens import TokenFile
@@ -117,7 +118,8 @@ class Server:
             progress=progress,
         )
         self._tokens = tokens
-        self._frontends = FrontendManager(self.backend, statistics=self.statistics)
+        self._rates = TokenRates(tokens)
+        self._frontends = FrontendManager(self.backend, statistics=self.statistics, rates=self._rates)
         self._grpc: GrpcServer | None = None
         self._claim: SocketClaim | None = None
 
@@ -165,7 +167,7 @@ class Server:
             self._grpc = GrpcServer(
                 config,
                 self.backend,
-                Gate(self._tokens, config.limits, shares=1 + (config.http is not None)),
+                Gate(self._tokens, config.limits, rates=self._rates),
                 SharedMemory(config.limits, config.shared_memory),
                 figures=self.statistics.tell,
                 version=version(),

@@ -11,7 +11,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
@@ -26,6 +26,9 @@ from weftline.pipelines.placement.place import Device, Machine
 
 APP = "weftline"
 """The application's name in Ray Serve. Where others run beside it, clients send it as the metadata `application`."""
+
+RATES = "rates"
+"""Deployment that holds the account of the tokens' rates, where there are tokens."""
 
 ONGOING_MAX = 1024
 """Most requests that a replica has at a time; more wait in the proxies."""
@@ -150,7 +153,10 @@ def _deployed(config: ServeConfig, on: OnRay) -> Iterator[Deployed]:
 
 def _deploy(config: ServeConfig, on: OnRay, port: int) -> None:
     from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
+    from weftline.engine.jobs.ray.rates import RateReplica
+    from weftline.engine.jobs.ray.router import SpreadRouter
     from weftline.engine.jobs.ray.service import PipelineReplica, config_text
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -167,11 +173,18 @@ def _deploy(config: ServeConfig, on: OnRay, port: int) -> None:
         name=APP,
         num_replicas=on.replicas,
         max_ongoing_requests=ONGOING_MAX,
+        request_router_config=RequestRouterConfig(request_router_class=SpreadRouter),
         graceful_shutdown_timeout_s=config.grace_s,
         ray_actor_options={"num_cpus": on.need.cpus, "num_gpus": on.need.gpus},
     )
+    rates = None
+    if tokens is not None:
+        account = serve.deployment(
+            RateReplica, name=RATES, max_ongoing_requests=ONGOING_MAX, ray_actor_options={"num_cpus": 0}
+        )
+        rates = account.bind(str(tokens))
     try:
-        serve.run(deployment.bind(text, on.replicas), name=APP, route_prefix=f"/{APP}")  # gRPC needs a route, too
+        serve.run(deployment.bind(text, rates), name=APP, route_prefix=f"/{APP}")  # gRPC needs a route, too
     except RuntimeError as error:
         raise ModelError(f"the replicas could not be deployed: {_why(error)}") from None
 
@@ -245,9 +258,9 @@ def _wait() -> None:
 
 
 def _describe(application: Any) -> str:
-    states: Mapping[str, int] = {}
-    for deployment in application.deployments.values():
-        states = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}
+    deployment = application.deployments.get(APP)
+    counts = deployment.replica_states.items() if deployment is not None else ()
+    states = {str(getattr(state, "value", state)): count for state, count in counts}
     return f"{APP} is {application.status.value}: replicas " + ", ".join(f"{n} {name}" for name, n in states.items())
 
 

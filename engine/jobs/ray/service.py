@@ -3,7 +3,7 @@
     client --gRPC--> Ray Serve's proxy --bytes--> PipelineReplica --> Guard --> GrpcServer.handlers --> sessions
 
 The gRPC server is built as usual but does not listen; its handlers are called with the messages of the proxy. Tokens
-are checked in every replica.
+are checked in every replica; their rates have one account (`rates.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import grpc
 import msgspec
 
 from weftline.engine.jobs.ray.grpc_adapter import CHECK, STREAM, UNARY, Aborted, Message, RayCallContext, full_name
+from weftline.engine.jobs.ray.rates import RemoteRates
 from weftline.engine.repository import Repository
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
@@ -43,11 +44,11 @@ Details = namedtuple("Details", ("method", "invocation_metadata"))
 class PipelineReplica:
     """Serves the pipelines of a configuration. Its methods are those of the v2 protocol, called by Ray Serve.
 
-    config:   a ServeConfig as JSON (`config_text`).
-    replicas: how many there are; each allows its share of a token's rate.
+    config: a ServeConfig as JSON (`config_text`).
+    rates:  Ray Serve's handle of a RateReplica; None: there are no tokens.
     """
 
-    async def __init__(self, config: str, replicas: int) -> None:  # type: ignore[misc]  # Ray Serve awaits it
+    async def __init__(self, config: str, rates: Any = None) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         self._config = config_of(config)
         start_logs(self._config.logs)
         tokens = TokenFile(self._config.tokens) if self._config.tokens is not None else None
@@ -55,7 +56,7 @@ class PipelineReplica:
         self._statistics = Statistics()
         observers: list[Observer] = [self._statistics, RequestLog(self._config.logs)]
         self._backend = LocalBackend(self._repository, self._config.pipelines, observers=observers)
-        gate = Gate(tokens, self._config.limits, shares=replicas)
+        gate = Gate(tokens, self._config.limits, rates=RemoteRates(rates) if rates is not None else None)
         memory = SharedMemory(self._config.limits, False)
         server = GrpcServer(
             self._config, self._backend, gate, memory, figures=self._statistics.tell, version=version()

@@ -1,6 +1,7 @@
 """Authorisation of every call by method and token; denies unknown methods.
 
     caller = gate.admit("/inference.GRPCInferenceService/ModelInfer", authorization_values)
+    await gate.charge(caller)           # a request of the caller's rate
     caller.check("ocr")                 # once the request is read and its model known
 
 `methods.py` lists the methods; every other method is denied. Without a token file callers are not identified, and
@@ -18,6 +19,7 @@ from functools import partial
 
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
 from weftline.engine.serving.auth.plain import one_line, redacted
+from weftline.engine.serving.auth.rates import RateAccount, TokenRates
 from weftline.engine.serving.auth.token_entries import Token
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile
 from weftline.engine.serving.config import ServeLimits
@@ -55,6 +57,7 @@ class Caller:
     admin:  has every right, among them load, unload and the reason why a model is not ready.
     models: names of the models it may call and see; None: every one.
     memory: may use shared memory.
+    limited: its token has a rate, so that its requests are charged.
     sha256: digest of its token, so that a stream ends when the token is replaced under the same name.
     deny:   logs a denied model or region, with the reason.
     """
@@ -63,6 +66,7 @@ class Caller:
     admin: bool
     models: frozenset[str] | None = None
     memory: bool = False
+    limited: bool = field(default=False, compare=False)
     sha256: bytes = field(default=b"", repr=False)
     deny: Callable[[str], None] = field(default=_log_nothing, repr=False, compare=False)
 
@@ -94,11 +98,11 @@ ANONYMOUS = Caller("", False, frozenset())
 
 
 class Gate:
-    """Admit calls or refuse them. Used from one event loop; `enter` never waits.
+    """Admit calls or refuse them. Used from one event loop; only `charge` may wait.
 
     tokens: None: no token is required.
     clock:  seconds, for rates.
-    shares: number of gates, one per process, that share the tokens' rates; each allows its part.
+    rates:  account of the tokens' rates, shared by the gates of a server's processes; None: this gate's own.
     """
 
     def __init__(
@@ -107,13 +111,13 @@ class Gate:
         limits: ServeLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
         *,
-        shares: int = 1,
+        rates: RateAccount | None = None,
     ) -> None:
         self._tokens = tokens
         self._chars_max = min(TOKEN_CHARS_MAX, limits.metadata_bytes_max)
         self._clock = clock
-        self._shares = max(1, shares)
-        self._buckets: dict[str, tuple[Token, RateLimit]] = {}
+        self._rates = rates if rates is not None else TokenRates(tokens, clock)
+        self._refused_until_s: dict[str, float] = {}  # by token: when the account has its next permit
         self._denials = RateLimit(DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE)
         self._unlogged = 0
 
@@ -139,7 +143,8 @@ class Gate:
         """Return the caller of `method`; `Caller.check` decides about models, once the request is read.
 
         method: `/inference.GRPCInferenceService/ModelInfer`, or `HTTP POST /v1/chat/completions`.
-        AccessDenied without the right; LimitReached, with a retry time, above the caller's rate.
+        AccessDenied without the right; LimitReached, with a retry time, for a request of a caller whose rate is known
+        to be used up.
         """
         kind = METHODS.get(method)
         if self._tokens is None:
@@ -155,36 +160,44 @@ class Gate:
         if kind is None or not _allows(entry, kind):
             self._log_denial(method, entry.name, NOT_ALLOWED)
             raise AccessDenied(NO_METHOD if kind is None else NOT_ALLOWED)
-        self._charge(entry)
+        if kind is INFER:
+            self._check_refused(entry)
         return self._caller(entry, method)
 
-    def charge(self, caller: Caller) -> None:
-        """Count one more request of a caller that was admitted once: each message of a stream.
+    async def charge(self, caller: Caller) -> None:
+        """Count one request of an admitted caller: an inference call, or a message of a stream.
 
-        LimitReached; AccessDenied once its token is gone or replaced, or has other rights than when it was admitted.
+        LimitReached, with a retry time, above the caller's rate; AccessDenied once its token is gone or replaced, or
+        has other rights than when it was admitted.
         """
         if self._tokens is None:
             return
         entry = self._tokens.named(caller.name)
         if entry is None or self._caller(entry, "") != caller:
             raise AccessDenied(BAD_TOKEN, known=False)
-        self._charge(entry)
+        if entry.requests_per_s is None:
+            return
+        self._check_refused(entry)
+        wait_s = await self._rates.take(entry.name)
+        if wait_s > 0:
+            self._refused_until_s[entry.name] = self._clock() + wait_s
+            raise _above_rate(entry, wait_s)
+
+    def _check_refused(self, entry: Token) -> None:
+        """Raise LimitReached while the account is known to have no permit, without asking it again."""
+        until_s = self._refused_until_s.get(entry.name)
+        if until_s is None:
+            return
+        wait_s = until_s - self._clock()
+        if wait_s > 0 and entry.requests_per_s is not None:
+            raise _above_rate(entry, wait_s)
+        del self._refused_until_s[entry.name]
 
     def _caller(self, entry: Token, method: str) -> Caller:
         memory = entry.memory or entry.admin
         deny = partial(self._log_denial, method, entry.name)
-        return Caller(entry.name, entry.admin, entry.models, memory, entry.sha256, deny)
-
-    def _charge(self, entry: Token) -> None:
-        if entry.requests_per_s is None:
-            return
-        held = self._buckets.get(entry.name)
-        if held is None or (held[0].requests_per_s, held[0].burst) != (entry.requests_per_s, entry.burst):
-            bucket = RateLimit(entry.requests_per_s / self._shares, max(1.0, entry.burst / self._shares))
-            held = self._buckets[entry.name] = (entry, bucket)
-        wait_s = held[1].try_take(self._clock())
-        if wait_s > 0:
-            raise LimitReached(f"the token allows {entry.requests_per_s:g} requests a second", wait_s)
+        limited = entry.requests_per_s is not None
+        return Caller(entry.name, entry.admin, entry.models, memory, limited, entry.sha256, deny)
 
     def _log_denial(self, method: str, name: str, why: str) -> None:
         if self._denials.try_take(self._clock()) > 0:
@@ -208,6 +221,11 @@ def bearer(values: Sequence[str | bytes]) -> str | None:
     if found is None:
         raise AccessDenied(BAD_HEADER, known=False)
     return found[1]
+
+
+def _above_rate(entry: Token, wait_s: float) -> LimitReached:
+    rate = f"{entry.requests_per_s:g} requests a second, {entry.burst:g} at once"
+    return LimitReached(f"the token allows {rate}; the next is possible in {wait_s:.3g} s", wait_s)
 
 
 def _allows(entry: Token, kind: str) -> bool:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 OPEN, READ, INFER, MEMORY, METRICS, ADMIN = "open", "read", "infer", "memory", "metrics", "admin"
 """Kinds of rights. OPEN: no token, for probes. READ, INFER: any token; where a model is named, its models only.
 MEMORY: register, list and unregister shared memory; INFER with a region needs it too. METRICS: the figures. ADMIN:
-loading, unloading, settings."""
+loading, unloading, settings. INFER alone counts as a request of a token's rate."""
 
 INFERENCE = "/inference.GRPCInferenceService/"
 

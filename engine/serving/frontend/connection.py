@@ -43,6 +43,7 @@ import msgspec
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import CANCELLED, NO_BLOCK, from_wire_error, to_wire_error
@@ -85,6 +86,7 @@ class FrontendConnection:
     responses:   buffer that it reads.
     run_command: executes its Commands.
     calls_max:   most open requests; more are refused.
+    rates:       account of the tokens' rates; None: there are no tokens.
     """
 
     def __init__(
@@ -94,12 +96,14 @@ class FrontendConnection:
         responses: HostArena,
         run_command: RunCommand,
         calls_max: int,
+        rates: TokenRates | None = None,
     ) -> None:
         self._backend = backend
         self._requests = requests
         self._responses = SharedBuffer(responses)
         self._run_command = run_command
         self._calls_max = calls_max
+        self._rates = rates
         self._json = JsonParser()
         self._transport: FrontendTransport | None = None
         self._open: dict[int, asyncio.Task[None]] = {}
@@ -171,6 +175,9 @@ class FrontendConnection:
             self._responses.free(message.block)
         elif isinstance(message, msg.Command):
             self._start_command(message)
+        elif isinstance(message, msg.TakePermit):
+            wait_s = self._rates.take_now(message.token) if self._rates is not None else 0.0
+            self._send(msg.PermitTaken(message.id, wait_s))
         elif isinstance(message, msg.ServersOpened):
             self._ports.set_result(message.ports)
         elif isinstance(message, msg.StartFailed):

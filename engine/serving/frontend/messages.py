@@ -5,12 +5,12 @@ travel inside a message; large ones lie at a Place in the shared buffer of the s
 the block of a message once it has read the values.
 
     engine -> ingress    Start, Catalog, SessionStats, FrontendResponse, ResponseChunk, StreamEnded, RequestFailed,
-                         CommandDone, Ping, Drain
+                         CommandDone, PermitTaken, Ping, Drain
     ingress -> engine    ServersOpened, StartFailed, FrontendRequest, CancelRequest, WindowCredit, BlockReleased,
-                         Command, Pong, Drained
+                         Command, TakePermit, Pong, Drained
 
 Each FrontendRequest gets exactly one FrontendResponse, StreamEnded or RequestFailed, also when it is cancelled. Each
-Command gets one CommandDone or RequestFailed.
+Command gets one CommandDone or RequestFailed, and each TakePermit one PermitTaken.
 """
 
 from __future__ import annotations
@@ -134,6 +134,13 @@ class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     data: bytes = b""
 
 
+class PermitTaken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Response to TakePermit. wait_s: 0.0, or the time until the token's next permit."""
+
+    id: int
+    wait_s: float
+
+
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Heartbeat; the response is Pong."""
 
@@ -199,6 +206,13 @@ class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
     versions: dict[str, int] = {}
 
 
+class TakePermit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take a permit for one request of a token, by its name, from the server's account of rates."""
+
+    id: int
+    token: str
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Response to Ping."""
 
@@ -216,6 +230,7 @@ ToIngress = (
     | StreamEnded
     | RequestFailed
     | CommandDone
+    | PermitTaken
     | Ping
     | Drain
 )
@@ -227,6 +242,7 @@ FromIngress = (
     | WindowCredit
     | BlockReleased
     | Command
+    | TakePermit
     | Pong
     | Drained
 )

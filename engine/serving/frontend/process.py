@@ -132,7 +132,7 @@ def make_servers(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Ingress
     config = spec.config
     start_logs(config.logs)
     tokens = TokenFile(config.tokens) if config.tokens is not None else None
-    gate = Gate(tokens, config.limits, shares=max(1, config.grpc.processes) + (config.http is not None))
+    gate = Gate(tokens, config.limits, rates=backend)
     memory = SharedMemory(config.limits, config.shared_memory)
     servers: dict[str, IngressServer] = {}
     if GRPC in spec.servers:

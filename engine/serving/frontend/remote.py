@@ -52,7 +52,7 @@ class _PendingResponse:
 
 
 class RemoteBackend:
-    """Implements `backend.Backend`. For one event loop.
+    """Implements `backend.Backend`, and the account of rates. For one event loop.
 
     requests:        buffer that this process writes its inputs into.
     responses:       buffer that the engine writes outputs into, mapped read-only.
@@ -68,6 +68,7 @@ class RemoteBackend:
         self._pending: dict[int, _PendingResponse] = {}
         self._streams: dict[int, ResponseStream] = {}
         self._commands: dict[int, asyncio.Future[msg.CommandDone]] = {}
+        self._permits: dict[int, asyncio.Future[msg.PermitTaken]] = {}
         self._index: tuple[ModelState, ...] = ()
         self._states: dict[str, ModelState] = {}
         self._infos: dict[str, ModelInfo] = {}
@@ -204,6 +205,17 @@ class RemoteBackend:
         """Return the engine's statistics of models, given with their versions; as `Statistics.tell`."""
         return _decode_statistics((await self._command(msg.STATISTICS, versions=versions)).data)
 
+    # RateAccount
+
+    async def take(self, token: str) -> float:
+        """Take a permit from the engine's account of rates."""
+        self._check_open()
+        number = next(self._ids)
+        taken: asyncio.Future[msg.PermitTaken] = asyncio.get_running_loop().create_future()
+        self._permits[number] = taken
+        self._send(msg.TakePermit(number, token))
+        return (await taken).wait_s
+
     # sent messages
 
     async def _encode_request(self, number: int, ask: Ask, *, stream: bool) -> tuple[int, bytes]:
@@ -273,6 +285,8 @@ class RemoteBackend:
             self._on_failure(message)
         elif isinstance(message, msg.CommandDone):
             _resolve(self._commands.pop(message.id), message)
+        elif isinstance(message, msg.PermitTaken):
+            _resolve(self._permits.pop(message.id), message)
         elif isinstance(message, msg.Catalog):
             self._index = message.index
             self._states = {state.name: state for state in message.index}
@@ -289,12 +303,13 @@ class RemoteBackend:
         for pending in requests.values():
             if pending.done is not None:
                 pending.done(SessionClosed(GONE))
-        for command in self._commands.values():
-            _resolve(command, SessionClosed(GONE))
+        for waiting in (*self._commands.values(), *self._permits.values()):
+            _resolve(waiting, SessionClosed(GONE))
         for stream in self._streams.values():
             stream.end(SessionClosed(GONE))
         self._streams.clear()
         self._commands.clear()
+        self._permits.clear()
 
     def _on_response(self, response: msg.FrontendResponse) -> None:
         pending = self._pending.pop(response.id)

@@ -30,6 +30,7 @@ import msgspec
 
 from weftline.engine.runtime.processes import minimal_environment
 from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
+from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.connection import FrontendConnection, RunCommand
@@ -130,6 +131,7 @@ class FrontendSupervisor:
         on_connect: Callable[[FrontendConnection], None],
         buffer_bytes: int = BUFFER_BYTES,
         entry: str = ENTRY,
+        rates: TokenRates | None = None,
     ) -> None:
         self.spec = spec
         self.ports: dict[str, int] = {}
@@ -140,6 +142,7 @@ class FrontendSupervisor:
         self._on_connect = on_connect
         self._buffer_bytes = buffer_bytes
         self._entry = entry
+        self._rates = rates
         self._process: FrontendProcess | None = None
         self._restarts = Restarts(RestartPolicy(), seed=os.getpid())
         self._supervision: asyncio.Task[None] | None = None
@@ -187,7 +190,7 @@ class FrontendSupervisor:
         process = FrontendProcess(self._buffer_bytes, self._entry)
         calls_max = self.spec.config.limits.calls_max
         connection = FrontendConnection(
-            self._backend, process.requests, process.responses, self._run_command, calls_max
+            self._backend, process.requests, process.responses, self._run_command, calls_max, self._rates
         )
         self._process = process
         try:
@@ -257,13 +260,20 @@ class FrontendManager:
     backend:      serves their requests.
     buffer_bytes: size of each of a process's two shared buffers.
     statistics:   counters of the backend, reported by all servers.
+    rates:        account of the tokens' rates; None: there are no tokens.
     """
 
     def __init__(
-        self, backend: Backend, buffer_bytes: int = BUFFER_BYTES, *, statistics: Statistics | None = None
+        self,
+        backend: Backend,
+        buffer_bytes: int = BUFFER_BYTES,
+        *,
+        statistics: Statistics | None = None,
+        rates: TokenRates | None = None,
     ) -> None:
         self._backend = backend
         self._statistics = statistics or Statistics()
+        self._rates = rates
         self._buffer_bytes = buffer_bytes
         self._supervisors: list[FrontendSupervisor] = []
         self._catalog: msg.Catalog | None = None
@@ -279,7 +289,7 @@ class FrontendManager:
         if self._ending:
             raise SessionClosed("the server is ending")
         supervisor = FrontendSupervisor(
-            spec, self._backend, self._run_command, self._send_current, self._buffer_bytes, entry
+            spec, self._backend, self._run_command, self._send_current, self._buffer_bytes, entry, self._rates
         )
         self._supervisors.append(supervisor)
         try:

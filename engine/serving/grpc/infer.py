@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from weftline.engine.runtime.byte_budget import ByteBudget
+from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.backend import Answer, Ask, Backend
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.grpc.service import CallContext, Message
@@ -45,6 +46,9 @@ INLINE_HEAD_BYTES = 8 << 10
 Done = Callable[[bytes | BaseException], None]
 """Receives the encoded response, or the error of the request."""
 
+Charge = Callable[[Caller], Awaitable[None]]
+"""Counts a request of the caller; LimitReached if it exceeds its rate."""
+
 Cancel = Callable[[], None]
 """Cancels a request. Idempotent, and without effect once it has ended."""
 
@@ -53,10 +57,15 @@ def _cancel_nothing() -> None:
     """Cancel a request that has ended."""
 
 
+async def _charge_nothing(caller: Caller) -> None:
+    """Count nothing: there are no rates."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inference:
     """Runs v2 requests of unary calls and of streams.
 
+    charge:   called for each request of a caller with a rate, before it is parsed.
     inflight: bytes of messages that have been received and have no response yet.
     """
 
@@ -66,6 +75,7 @@ class Inference:
     trace: TraceSettings
     inflight: ByteBudget = field(init=False)
     json: JsonParser = field(default_factory=JsonParser)
+    charge: Charge = _charge_nothing
     plans: PlanCache = field(default_factory=PlanCache)
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -75,13 +85,15 @@ class Inference:
     def start(self, data: Message, call: CallContext, done: Done) -> Cancel:
         """Start a ModelInferRequest from the running event loop; return a function that cancels it.
 
-        A usual request is parsed, authorised and submitted at once. Any other runs `infer` in a task.
+        A usual request is parsed, authorised and submitted at once. Any other runs `infer` in a task: one of a caller
+        with a rate, too.
 
         done: called once in the event loop, possibly before this returns, with call.span set; never after the request
               was cancelled.
         """
         try:
-            started = self._try_start(data, call, done) if len(data) <= FREE_BYTES else None
+            usual = len(data) <= FREE_BYTES and not call.caller.limited
+            started = self._try_start(data, call, done) if usual else None
         except Exception as error:
             done(error)
             return _cancel_nothing
@@ -137,7 +149,9 @@ class Inference:
             self.trace.note(ask, timings, total_ms)
 
     async def infer(self, data: Message, call: CallContext) -> bytes:
-        """Run a ModelInferRequest and return its ModelInferResponse, both encoded."""
+        """Charge and run a ModelInferRequest; return its ModelInferResponse. Both are encoded."""
+        if call.caller.limited:
+            await self.charge(call.caller)
         with self.held(len(data)):
             request = await self.parse_message(data)
             info, parsed = await self.parse(request, call, len(data))

@@ -87,14 +87,14 @@ class GrpcServer(NetworkServer):
         super().__init__()
         self._config = config
         self.trace = trace or TraceSettings()
-        inference = Inference(backend, config.limits, memory, self.trace, self.json)
+        inference = Inference(backend, config.limits, memory, self.trace, self.json, gate.charge)
         models = GrpcModels(backend, self.serving, figures or _zeros, version, memory.enabled)
         settings = GrpcSettings(self.trace, logs or LogSettings(), models.known)
         functions = models.methods() | settings.methods() | GrpcSharedMemory(memory).methods()
         health = GrpcHealth(backend, self.serving)
 
         async def stream(call: StreamCall) -> None:
-            await InferStream(inference, self.serving, gate.charge, call).run()
+            await InferStream(inference, self.serving, call).run()
 
         v2, check = INFERENCE_SERVICE.full_name, HEALTH_SERVICE.full_name
         self.methods: dict[str, Method] = {

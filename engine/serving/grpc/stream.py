@@ -21,12 +21,10 @@ reads nothing for STALL_S loses the call.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
 from weftline.engine.result import StreamedOutput
-from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.service import CallContext, Message, StreamCall
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
@@ -51,17 +49,11 @@ STALL_S = 60.0
 
 
 class InferStream:
-    """One ModelStreamInfer call.
+    """One ModelStreamInfer call. Each of its messages is a request of the caller's rate."""
 
-    charge: counts a request of the caller; LimitReached if it exceeds its rate.
-    """
-
-    def __init__(
-        self, inference: Inference, serving: DrainSwitch, charge: Callable[[Caller], None], call: StreamCall
-    ) -> None:
+    def __init__(self, inference: Inference, serving: DrainSwitch, call: StreamCall) -> None:
         self._inference = inference
         self._serving = serving
-        self._charge = charge
         self._call = call
         self._tasks: set[asyncio.Task[None]] = set()
         self._sequences: dict[tuple[str, Parameter], asyncio.Task[None]] = {}
@@ -158,7 +150,7 @@ class InferStream:
             with self._inference.held(len(data)):
                 request = await self._inference.parse_message(data)
                 call = self._call.context()
-                self._charge(call.caller)
+                await self._inference.charge(call.caller)
                 await self._wait_sequence(request)
                 await self._run(request, call, len(data))
         except Exception as error:

@@ -67,7 +67,10 @@ class HttpGuard:
         sender = _ResponseSender(send, scope)
         self._calls += 1
         try:
-            scope["weftline.caller"] = self._admitted(scope)
+            caller, kind = self._admitted(scope)
+            if caller.limited and kind is INFER:
+                await self._gate.charge(caller)
+            scope["weftline.caller"] = caller
             body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
             with closing(body):
                 await self._app(scope, body.receive, sender.send)
@@ -80,8 +83,8 @@ class HttpGuard:
         finally:
             self._calls -= 1
 
-    def _admitted(self, scope: Scope) -> Caller:
-        """Return the caller; raise the refusal of a request that is not allowed."""
+    def _admitted(self, scope: Scope) -> tuple[Caller, str | None]:
+        """Return the caller and the kind of right; raise the refusal of a request that is not allowed."""
         headers = Headers(scope=scope)
         check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -101,7 +104,7 @@ class HttpGuard:
         if kind is not OPEN:
             self._check_browser(headers)
             self._check_limits(headers)
-        return caller
+        return caller, kind
 
     def _matched(self, scope: Scope) -> tuple[str | None, set[str]]:
         """Return the template of the path (None: no route) and its allowed methods."""

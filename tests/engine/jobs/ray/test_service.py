@@ -50,7 +50,7 @@ def config_for(path: Path) -> ServeConfig:
 def with_replica(config: ServeConfig, script: Script) -> None:
     async def run() -> None:
         replica = PipelineReplica.__new__(PipelineReplica)
-        await PipelineReplica.__init__(replica, config_text(config), 1)  # type: ignore[func-returns-value, misc]
+        await PipelineReplica.__init__(replica, config_text(config))  # type: ignore[func-returns-value, misc]
         try:
             await script(replica)
         finally:

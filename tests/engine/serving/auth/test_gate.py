@@ -1,11 +1,13 @@
+import asyncio
 import base64
 import logging
 from pathlib import Path
 
 import pytest
 
-from weftline.engine.serving.auth.gate import ANONYMOUS, DENIALS_LOGGED_AT_ONCE, UNRESTRICTED, Gate, bearer
+from weftline.engine.serving.auth.gate import ANONYMOUS, DENIALS_LOGGED_AT_ONCE, UNRESTRICTED, Caller, Gate, bearer
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, METRICS, OPEN, READ
+from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.auth.tokens import TOKEN_CHARS_MAX, TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.replies import to_status
@@ -53,6 +55,16 @@ def file(tmp_path: Path, clock: Clock) -> TokenFile:
 @pytest.fixture
 def gate(file: TokenFile, clock: Clock) -> Gate:
     return Gate(file, ServeLimits(), clock)
+
+
+def charge(gate: Gate, caller: Caller) -> None:
+    asyncio.run(gate.charge(caller))
+
+
+def requests(gate: Gate, token: str, count: int = 1) -> None:
+    """Send requests: each is admitted and charged."""
+    for _ in range(count):
+        charge(gate, gate.enter(INFER_RPC, token))
 
 
 def status_of(gate: Gate, method: str, token: str | None, model: str | None = None) -> str:
@@ -132,37 +144,36 @@ def test_a_caller_checks_models_that_are_known_only_later(gate: Gate) -> None:
 
 
 def test_a_token_that_calls_too_often_gets_a_retry_time(gate: Gate, clock: Clock) -> None:
-    gate.enter(INFER_RPC, TOKENS["slow"])
-    gate.enter(INFER_RPC, TOKENS["slow"])
-    with pytest.raises(LimitReached) as caught:
-        gate.enter(INFER_RPC, TOKENS["slow"])
+    requests(gate, TOKENS["slow"], 2)
+    with pytest.raises(LimitReached, match="allows 2 requests a second, 2 at once; the next is possible") as caught:
+        requests(gate, TOKENS["slow"])
     reply = to_status(caught.value)
     assert reply.status == "RESOURCE_EXHAUSTED"
     assert reply.retry_after_s == pytest.approx(0.5)
-    gate.enter(INFER_RPC, TOKENS["web"])  # others are not affected
+    requests(gate, TOKENS["web"])  # others are not affected
     clock.now_s += 0.51
-    gate.enter(INFER_RPC, TOKENS["slow"])
+    requests(gate, TOKENS["slow"])
 
 
 def test_messages_of_a_stream_count_like_calls(gate: Gate) -> None:
     caller = gate.enter(INFER_RPC, TOKENS["slow"])
-    gate.charge(caller)
+    charge(gate, caller)
+    charge(gate, caller)
     with pytest.raises(LimitReached):
-        gate.charge(caller)
-    for _ in range(5):
-        gate.charge(gate.enter(INFER_RPC, TOKENS["web"]))
+        charge(gate, caller)
+    requests(gate, TOKENS["web"], 5)
 
 
 def test_a_stream_ends_with_its_token_and_when_its_rights_change(gate: Gate, file: TokenFile, clock: Clock) -> None:
     everything, ocr = gate.enter(INFER_RPC, TOKENS["all"]), gate.enter(INFER_RPC, TOKENS["web"])
-    gate.charge(everything)
+    charge(gate, everything)
     text = file._path.read_text()
     kept = [line for line in text.splitlines() if "name: all" not in line]
     file._path.write_text("\n".join(kept).replace("models: [ocr]", "models: [speech]") + "\n")
     clock.now_s += 60
     for caller in (everything, ocr):
         with pytest.raises(AccessDenied) as denied:
-            gate.charge(caller)
+            charge(gate, caller)
         assert denied.value.status == "UNAUTHENTICATED"
 
 
@@ -174,8 +185,8 @@ def test_a_stream_ends_when_its_token_is_replaced_under_the_same_name(
     file._path.write_text(text.replace(digest(TOKENS["web"]), digest("another token")))
     clock.now_s += 60
     with pytest.raises(AccessDenied):
-        gate.charge(caller)
-    gate.charge(gate.enter(INFER_RPC, "another token"))
+        charge(gate, caller)
+    requests(gate, "another token")
 
 
 def test_denied_models_and_regions_are_logged_with_the_token_name(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,19 +217,49 @@ def test_a_request_names_regions_only_for_who_may_use_them(gate: Gate) -> None:
     UNRESTRICTED.check_regions(writes)
 
 
-def test_what_is_denied_and_probes_take_nothing_from_the_rate(gate: Gate) -> None:
+def test_denied_calls_probes_and_reads_take_nothing_from_the_rate(gate: Gate) -> None:
     for _ in range(10):
         assert status_of(gate, LOAD_RPC, TOKENS["slow"]) == "PERMISSION_DENIED"
-        assert status_of(gate, "HTTP GET /livez", TOKENS["slow"]) == "OK"
-    gate.enter(INFER_RPC, TOKENS["slow"])
+    requests(gate, TOKENS["slow"], 2)
+    with pytest.raises(LimitReached):
+        requests(gate, TOKENS["slow"])
+    for method in (name for name, kind in METHODS.items() if kind in (OPEN, READ)):
+        assert status_of(gate, method, TOKENS["slow"]) == "OK", method
 
 
-def test_gates_of_several_processes_share_a_rate(file: TokenFile, clock: Clock) -> None:
-    gates = [Gate(file, ServeLimits(), clock, shares=2) for _ in range(2)]
+def test_gates_of_several_processes_share_one_account(file: TokenFile, clock: Clock) -> None:
+    account = TokenRates(file, clock)
+    gates = [Gate(file, ServeLimits(), clock, rates=account) for _ in range(4)]
+    requests(gates[3], TOKENS["slow"], 2)
     for gate in gates:
-        gate.enter(INFER_RPC, TOKENS["slow"])
+        with pytest.raises(LimitReached) as caught:
+            requests(gate, TOKENS["slow"])
+        assert caught.value.retry_after_s == pytest.approx(0.5)
+    clock.now_s += 0.5
+    requests(gates[0], TOKENS["slow"])
+    with pytest.raises(LimitReached):
+        requests(gates[1], TOKENS["slow"])
+
+
+def test_a_refused_caller_is_refused_again_without_the_account(file: TokenFile, clock: Clock) -> None:
+    asked: list[str] = []
+
+    class Counting(TokenRates):
+        async def take(self, token: str) -> float:
+            asked.append(token)
+            return await super().take(token)
+
+    gate = Gate(file, ServeLimits(), clock, rates=Counting(file, clock))
+    requests(gate, TOKENS["slow"], 2)
+    for passed_s in (0.0, 0.2, 0.2):
+        clock.now_s += passed_s
         with pytest.raises(LimitReached):
-            gate.enter(INFER_RPC, TOKENS["slow"])
+            requests(gate, TOKENS["slow"])
+    assert len(asked) == 3
+    clock.now_s += 0.11
+    requests(gate, TOKENS["slow"])
+    requests(gate, TOKENS["web"], 3)
+    assert asked == ["slow"] * 4
 
 
 def test_denials_are_logged_without_the_token_and_not_endlessly(

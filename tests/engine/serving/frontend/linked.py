@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.connection import FrontendConnection
@@ -53,12 +54,13 @@ async def linked(
     calls_max: int = 1000,
     frame_bytes_max: int = FRAME_BYTES_MAX,
     statistics: Statistics | None = None,
+    rates: TokenRates | None = None,
 ) -> AsyncIterator[Linked]:
     """Connect a RemoteBackend to a backend of this process."""
     ours, theirs = socket.socketpair()
     granted, answers = create_request_buffer(buffer_bytes), HostArena.create(buffer_bytes)
     manager = FrontendManager(backend, statistics=statistics)
-    connection = FrontendConnection(backend, granted, answers, manager._run_command, calls_max)
+    connection = FrontendConnection(backend, granted, answers, manager._run_command, calls_max, rates)
     buffer = SharedBuffer(attach_request_buffer(os.dup(granted.fd)))
     read_only = HostArena.attach(os.dup(answers.fd), answers.size_bytes)
     await connection.serve(ours, frame_bytes_max)

@@ -17,6 +17,8 @@ from tests.engine.serving.frontend.linked import linked, settle
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.repository import Repository
 from weftline.engine.result import owned
+from weftline.engine.serving.auth.rates import TokenRates
+from weftline.engine.serving.auth.tokens import TokenFile, digest
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServedPipeline
 from weftline.engine.serving.local import LocalBackend
@@ -441,3 +443,24 @@ def test_a_loaded_model_is_visible_at_once_and_an_unloaded_one_is_not(where: str
                     await script(link.remote)
 
     asyncio.run(over())
+
+
+def test_permits_of_all_ingress_processes_come_from_one_account(tmp_path: Path) -> None:
+    file = tmp_path / "tokens.yaml"
+    file.write_text(f'tokens:\n  - {{name: web, sha256: "{digest("t")}", requests_per_s: 0.01, burst: 3}}\n')
+    file.chmod(0o600)
+
+    async def script() -> None:
+        account = TokenRates(TokenFile(file))
+        with Repository() as repository:
+            local = LocalBackend(repository, {})
+            async with linked(local, rates=account) as one, linked(local, rates=account) as two:
+                waits = await asyncio.gather(*(link.remote.take("web") for link in (one, two, one, two)))
+                assert sorted(wait > 0 for wait in waits) == [False, False, False, True]
+                assert max(waits) == pytest.approx(100, abs=1)
+                assert await one.remote.take("unknown") == 0.0
+                two.connection.close()
+                with pytest.raises(SessionClosed):
+                    await two.remote.take("web")
+
+    asyncio.run(script())

@@ -31,7 +31,7 @@ def test_a_sequence_waits_only_for_its_own_requests() -> None:
                 text_request("text", "x", "free"),
             ]
         )
-        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), call).run())
         for id in ("free", "b1"):
             backend.end(id)
         await asyncio.sleep(0.05)
@@ -63,7 +63,7 @@ def test_a_drain_ends_the_call_only_for_those_who_would_send_more(half_closed: b
                 return data
 
             call.read = read  # type: ignore[method-assign]
-        running = asyncio.ensure_future(InferStream(inference, serving, lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, serving, call).run())
         await asyncio.sleep(0.05)
         serving.set(False)
         await asyncio.sleep(0.05)
@@ -85,7 +85,7 @@ def test_a_cancelled_call_withdraws_what_is_open() -> None:
         limits = ServeLimits()
         inference = Inference(backend, limits, SharedMemory(limits, False), TraceSettings())
         call = Call([text_request("text", "x", id) for id in ("a", "b")])
-        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), call).run())
         await asyncio.sleep(0.05)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -111,7 +111,7 @@ def test_answers_stay_lent_while_enough_bytes_are_on_their_way() -> None:
             await write(response)
 
         call.write = slowly  # type: ignore[method-assign]
-        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), lambda caller: None, call).run())
+        running = asyncio.ensure_future(InferStream(inference, DrainSwitch(), call).run())
         await asyncio.sleep(0.05)
         for id in ids:
             backend.end(id)

@@ -161,9 +161,10 @@ def test_a_token_has_its_rate_and_gets_a_retry_time(closed: Hosted) -> None:
     client = openai.OpenAI(base_url=f"{closed.url}/v1", api_key=RARE, max_retries=0)
     with pytest.raises(openai.RateLimitError) as refused:
         for _ in range(20):
-            client.models.list()
+            client.chat.completions.create(model="chat", messages=HI)
     assert 1 <= float(refused.value.response.headers["retry-after"]) <= 2
     assert refused.value.type == "rate_limit_error"
+    assert len([client.models.list() for _ in range(20)]) == 20  # reads are no requests of the rate
 
 
 # browsers
