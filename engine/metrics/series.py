@@ -153,7 +153,8 @@ DISPATCHES = _counter(
 DISPATCHED = _counter(
     "weftline_dispatched_items_total", "model", "items", "dispatched items; since the model was loaded"
 )
-DEATHS = _counter("weftline_worker_deaths_total", "model", "deaths", "worker deaths; since the model was loaded")
+DEATHS = _counter("weftline_worker_deaths_total", "model step cause", "deaths",
+    "worker deaths by step (that it ran, or all of its steps) and cause; since the model was loaded")  # fmt: skip
 RESTARTS = _counter("weftline_worker_restarts_total", "model", "starts", "worker restarts; since the model was loaded")
 RETRIED = _counter("weftline_items_retried_total", "model", "items", "retried items; since the model was loaded")
 QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",

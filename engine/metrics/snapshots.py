@@ -52,7 +52,6 @@ _TOTALS: Mapping[str, Series] = {
     "retried": series.RETRIED,
     "dropped_late": series.LATE,
     "stale_messages": series.STALE,
-    "worker_deaths": series.DEATHS,
     "worker_restarts": series.RESTARTS,
     "quarantined": series.QUARANTINED,
 }
@@ -101,6 +100,8 @@ def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessU
     yield from _objective(model, stats["slo"])
     for name, one in _TOTALS.items():
         yield one, (model,), stats[name]
+    for step, cause, deaths in stats.get("worker_deaths_by", ()):
+        yield series.DEATHS, (model, step, cause), deaths
     for where in ("in", "between", "out"):
         yield series.COPIED, (model, where), stats["copied_bytes"][where]
     for name, one in _ARENA.items():

@@ -121,6 +121,7 @@ class Runtime:
             ev.KillWorker: lambda command: self.fleet.kill(command.worker),
             ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
             ev.LogWarning: lambda command: _log.warning("%s", command.message),
+            ev.LogDeath: self._log_death,
         }
         self._thread = threading.Thread(target=self._run_thread, name="weftline-runtime", daemon=True)
 
@@ -382,9 +383,13 @@ class Runtime:
             elif isinstance(message, msg.OpenProgress | msg.OpenFailed):
                 self._opening.note(message)
 
-    def _on_death(self, worker: int, arena: int, name: str, how: str, last: str, refused: bool) -> None:
-        self._opening.note_death(name, how, last)
-        self._received.append(ev.WorkerDied(worker, arena, how, refused))
+    def _on_death(self, death: ev.WorkerDied, name: str) -> None:
+        self._opening.note_death(name, death.how)
+        self._received.append(death)
+
+    def _log_death(self, command: ev.LogDeath) -> None:
+        then = "the pipeline is not opened" if self._opening.failed is not None else command.then
+        _log.error("%s; then: %s", command.message, then)
 
     def _process_received(self) -> None:
         """Pass what was read to the scheduler, and what its commands lead to."""
@@ -579,10 +584,9 @@ class Opening:
         if self._all_ready and not self.over and self.failed is None and over_commit:
             self.failed = ("", over_commit)
 
-    def note_death(self, name: str, how: str, last: str) -> None:
+    def note_death(self, name: str, how: str) -> None:
         """Record a worker's death, which fails the opening while it goes on."""
         if not self.over and self.failed is None:
-            _log.error("worker %s ended while opening: %s; its last line: %s", name, how, last)
             self.failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
         if self.failed is not None:
             self._over.set()

@@ -112,11 +112,8 @@ class WorkerProcess:
     def wait_death(self) -> str:
         """Reap the process, whose pidfd has fired, and return how it ended."""
         code = self._process.wait()
-        if code >= 0:
-            return f"exit code {code}"
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else "unknown"
         hint = "; a node that writes into its inputs must set mutates_inputs" if -code == signal.SIGSEGV else ""
-        return f"signal {-code}, {name}{hint}"
+        return f"{describe_exit(code)}{hint}"
 
     def kill(self) -> None:
         """Kill it and everything it started."""
@@ -145,6 +142,13 @@ class WorkerProcess:
                 self._process.stdout.close()
             for read in self._reads:
                 os.close(read)
+
+
+def describe_exit(code: int) -> str:
+    """Return a process's return code, negative for a signal, as text: 'exit code 1', 'signal 9, SIGKILL'."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {-code}, {signal.Signals(-code).name if -code in signal.valid_signals() else 'unknown'}"
 
 
 def no_process() -> str:

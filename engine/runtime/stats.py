@@ -38,6 +38,7 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             if step.workers
         },
         "worker_deaths": counters.deaths,
+        "worker_deaths_by": [(step, cause, count) for (step, cause), count in counters.deaths_by.items()],
         "worker_restarts": scheduler.worker_restarts,
         "retried": counters.retried,
         "quarantined": counters.quarantined,

@@ -1,8 +1,7 @@
 """Start, attach, read, kill and reap the worker processes of one plan, and map their arenas.
 
-Ready descriptors lead to two callbacks: `received(worker, arena, message)` and `died(worker, arena, name, how, last
-line, whether the start may be tried again)`. Nothing is decided here, and there is no lock: the event loop calls all
-methods under its own, but for those that wait.
+Ready descriptors lead to two callbacks: `received(worker, arena, message)` and `died(WorkerDied, name)`. Nothing is
+decided here, and there is no lock: the event loop calls all methods under its own, but for those that wait.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import errno
 import logging
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,8 +25,17 @@ from weftline.engine.runtime import mps
 from weftline.engine.runtime.debug_worker import DebugWorker
 from weftline.engine.runtime.descriptors import KEPT, NONE_LEFT, Reserve, shortage
 from weftline.engine.runtime.device_arenas import DeviceArenas
+from weftline.engine.runtime.oom import OomKills
 from weftline.engine.runtime.output import Output
 from weftline.engine.runtime.processes import WorkerProcess, no_process
+from weftline.engine.scheduler.events import (
+    EXIT,
+    INVALID_MESSAGE,
+    NOT_STARTED,
+    OUT_OF_MEMORY,
+    SIGNAL,
+    WorkerDied,
+)
 from weftline.engine.serving.auth.plain import one_line
 from weftline.pipelines.placement.plan import Plan
 from weftline.shm.arena import HostArena
@@ -48,7 +57,7 @@ _log = logging.getLogger("weftline.runtime")
 
 Process = WorkerProcess | DebugWorker
 Received = Callable[[int, int, msg.FromWorker], None]
-Died = Callable[[int, int, str, str, str, bool], None]
+Died = Callable[[WorkerDied, str], None]
 
 
 class WorkerProcesses:
@@ -75,6 +84,8 @@ class WorkerProcesses:
         self._arenas_to_come: set[int] = set()  # workers that will announce another arena
         self._starting: set[int] = set()  # workers that did not send Hello yet
         self._handlers: dict[int, Callable[[int], None]] = {}  # by descriptor; called with the epoll event mask
+        self._killed: dict[int, tuple[str, str]] = {}  # by worker killed here: how and cause; '' where others know them
+        self._oom_kills = OomKills()
         self._wake_fd = -1
         self._gpu_variables: dict[str, str] = {}  # environment of workers on a GPU
         self._reserve: Reserve | None = None
@@ -117,9 +128,11 @@ class WorkerProcesses:
         except OSError as error:
             self._started(worker)
             how = f"it could not be started: {self.reason(error)}"
-            self._died(worker, arena, planned.name, how, "", error.errno in TRANSIENT)
+            refused = error.errno in TRANSIENT
+            self._died(WorkerDied(worker, arena, how, refused, NOT_STARTED), planned.name)
             return
         self._workers[worker] = (arena, process)
+        self._killed.pop(worker, None)
         self._watch(process.channel.fileno(), partial(self._read_worker, worker, process))
         self._watch(process.pidfd, lambda mask: self._reap(worker, process))
         for step, pipe in process.outputs:
@@ -141,7 +154,7 @@ class WorkerProcesses:
         except ChannelClosed:
             pass  # its death follows as an event of its own
         except OSError as error:  # the descriptor could not be duplicated, and the worker needs that arena
-            _log.error("worker %s is killed: an arena cannot be shared with it: %s", process.name, self.reason(error))
+            self._killed[worker] = f"an arena could not be shared with it: {self.reason(error)}", NOT_STARTED
             process.kill()
 
     def share(self, worker: int, arena: int) -> None:
@@ -157,6 +170,7 @@ class WorkerProcesses:
 
     def kill(self, worker: int) -> None:
         if worker in self._workers:
+            self._killed.setdefault(worker, ("", ""))
             self._workers[worker][1].kill()
 
     def forget(self, arena: int) -> None:
@@ -261,11 +275,9 @@ class WorkerProcesses:
         except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError) as error:
             # Its socket is closed, or its messages are invalid: it is not read again, and its death follows.
             if isinstance(error, OSError) and error.errno in NONE_LEFT:
-                _log.error("worker %s is killed: its arena cannot be mapped: %s", process.name, self.reason(error))
-            elif isinstance(error, msgspec.MsgspecError):
-                _log.error(
-                    "worker %s is killed: it sent an invalid message: %s", process.name, one_line(str(error), 200)
-                )
+                self._killed[worker] = f"its arena could not be mapped: {self.reason(error)}", NOT_STARTED
+            elif isinstance(error, msgspec.MsgspecError | ValueError):
+                self._killed[worker] = f"it sent an invalid message: {one_line(str(error), 200)}", INVALID_MESSAGE
             self._unwatch(channel.fileno())
             process.kill()
             return
@@ -321,7 +333,20 @@ class WorkerProcesses:
         self._arenas_to_come.discard(worker)
         self._device_arenas.died(worker)
         self._started(worker)
-        self._died(worker, self._workers.pop(worker)[0], process.name, how, last, False)
+        how, cause = self._cause(worker, how)
+        self._died(WorkerDied(worker, self._workers.pop(worker)[0], how, cause=cause, last=last), process.name)
+
+    def _cause(self, worker: int, how: str) -> tuple[str, str]:
+        """Return how a reaped worker ended, with what the kernel's counters add, and the cause."""
+        killed = self._killed.pop(worker, None)
+        out_of_memory = self._oom_kills.new()
+        if killed is not None and killed[1]:
+            return killed
+        if not how.startswith("signal"):
+            return how, EXIT
+        if killed is None and out_of_memory and how.startswith(f"signal {int(signal.SIGKILL)},"):
+            return f"{how}; {out_of_memory}", OUT_OF_MEMORY
+        return how, SIGNAL
 
     # descriptors
 

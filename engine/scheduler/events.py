@@ -79,16 +79,29 @@ class FromWorker(msgspec.Struct, frozen=True):
     message: MessageFromWorker
 
 
+EXIT, SIGNAL, OUT_OF_MEMORY, NOT_STARTED = "exit", "signal", "out_of_memory", "not_started"
+INVALID_MESSAGE, TIMEOUT, DEPENDENT = "invalid_message", "timeout", "dependent"
+OPEN_FAILED, DEVICE_LOST = "open_failed", "device_lost"
+CAUSES = (
+    EXIT, SIGNAL, OUT_OF_MEMORY, NOT_STARTED, INVALID_MESSAGE, TIMEOUT, DEPENDENT, OPEN_FAILED, DEVICE_LOST,
+)  # fmt: skip
+"""Causes of a worker's death. DEPENDENT: killed, because it waited on the device for a worker that died."""
+
+
 class WorkerDied(msgspec.Struct, frozen=True):
     """A worker's process has ended. `how`: 'exit code 1', 'signal 9 (SIGKILL)'.
 
     refused: the system could not start it, for want of a resource; its models are not the cause.
+    cause:   one of CAUSES, as far as the system knows it.
+    last:    the last line that it printed; '' if there is none.
     """
 
     worker: int
     arena: int
     how: str
     refused: bool = False
+    cause: str = EXIT
+    last: str = ""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -201,6 +214,13 @@ class LogWarning(msgspec.Struct, frozen=True):
     message: str
 
 
+class LogDeath(msgspec.Struct, frozen=True):
+    """Log the death of a worker: one line. then: what happens next."""
+
+    message: str
+    then: str
+
+
 ForCaller = Finish | Fail | Refuse | OutputReady | ChunkReady
 """Commands for the caller of a request."""
 
@@ -216,4 +236,5 @@ Command = (
     | KillWorker
     | ForgetArena
     | LogWarning
+    | LogDeath
 )

@@ -20,13 +20,14 @@ from weftline.engine.scheduler import (
     task_table,
     workers,
 )
+from weftline.engine.scheduler.death_report import DeathReport, cause_of
 from weftline.engine.scheduler.device_work import Unfinished
 from weftline.engine.scheduler.lost_devices import LostDevice, dependent_workers, lost_with
 from weftline.engine.scheduler.recovery import Verdict
 from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch
+from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch, WorkerState
 
 
 def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
@@ -35,7 +36,11 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
     if event.arena != worker.arena or not worker.alive:
         state.counters.stale += 1
         return
-    state.counters.deaths += worker.state != LEAVING  # such a one has only gone to sleep
+    report = _report(state, worker, event)
+    if worker.state != LEAVING:  # such a one has only gone to sleep
+        state.counters.deaths += 1
+        by = state.counters.deaths_by
+        by[report.step, report.cause] = by.get((report.step, report.cause), 0) + 1
     kv_sharing.on_death(state, event.worker)
     why = worker.failed or worker.why or event.how
     unfinished, fetches = list(worker.unfinished.values()), list(worker.fetches)
@@ -55,16 +60,29 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
     for task in [task for one in dispatches if one.id not in heads for task in one.tasks]:
         task.worker = -1  # it was waiting: nothing is held against it
         if task.id in state.live:
+            report.waiting += 1
             task_table.enqueue(state, task)
         else:
             task_table.end(state, task)
-    _retry_after_death(state, in_hand, why, worker.spared)
+    report.requests = [task.request.id for task in in_hand if task.id in state.live]
+    _retry_after_death(state, in_hand, why, worker.spared, report)
     for queue in state.queues_of[event.worker]:
         if queue.sequences is not None:
-            _lose_sequences(state, queue, event.worker, why)
+            report.sequences += _lose_sequences(state, queue, event.worker, why)
         state.due.add(queue.index)
     if worker.state == GIVEN_UP:
         task_table.fail_hopeless_steps(state, why)
+    if not report.expected:
+        state.out.append(ev.LogDeath(*report.line(worker, state.now_ms)))
+
+
+def _report(state: SchedulerState, worker: WorkerState, event: ev.WorkerDied) -> DeathReport:
+    """Return the report of a death, before it is handled."""
+    ran = {dispatch.unit.step for dispatch in worker.heads} | {task.unit.step for task in worker.streams.values()}
+    steps = sorted(ran or state.steps_of[event.worker])
+    name = ", ".join(state.steps[step].name for step in steps)
+    how = worker.failed or worker.why or event.how
+    return DeathReport(worker.name, name, how, cause_of(worker, event), worker.state, last=event.last)
 
 
 def _retire_arenas(state: SchedulerState, arena: int, device_arena: int) -> None:
@@ -119,7 +137,9 @@ def _lost_message(state: SchedulerState, what: LostDevice, gone: Value, why: str
     return f"the worker died ({why}) before its work on the device was finished", state.steps[step].name
 
 
-def _retry_after_death(state: SchedulerState, in_hand: Sequence[Task], why: str, spared: bool) -> None:
+def _retry_after_death(
+    state: SchedulerState, in_hand: Sequence[Task], why: str, spared: bool, report: DeathReport
+) -> None:
     live = []
     for task in in_hand:
         if task.id in state.live:
@@ -135,6 +155,13 @@ def _retry_after_death(state: SchedulerState, in_hand: Sequence[Task], why: str,
         tasks = [task for task in tasks if task.id in state.live]  # one that failed may have ended others
         verdict = _verdict(state, tasks, why, spared)
         queue = state.queues[index]
+        again = sum(map(len, verdict.groups))
+        if len(verdict.groups) > 1 and not spared:
+            report.bisected += again
+        else:
+            report.retried += again
+        report.failed += len(verdict.failed)
+        report.quarantined += len(verdict.kept_out)
         for group in verdict.groups:
             state.counters.retried += len(group)
             if spared:
@@ -163,8 +190,11 @@ def send_quarantine(state: SchedulerState, step: int) -> None:
             state.out.append(ev.Send(worker_id, msg.QuarantineItems(step, digests)))
 
 
-def _lose_sequences(state: SchedulerState, queue: StepQueue, worker_id: int, why: str) -> None:
-    """End the sequences that a step kept in a dead worker: their waiting tasks fail, later ones will."""
+def _lose_sequences(state: SchedulerState, queue: StepQueue, worker_id: int, why: str) -> int:
+    """End the sequences that a step kept in a dead worker: their waiting tasks fail, later ones will.
+
+    Returns their number.
+    """
     lost = set(queue.sequences.lost(worker_id)) if queue.sequences is not None else set()
     for request in state.requests.values() if lost else ():
         if request.sequence is not None and request.sequence.id in lost and queue.index not in request.reached:
@@ -177,3 +207,4 @@ def _lose_sequences(state: SchedulerState, queue: StepQueue, worker_id: int, why
                 task_table.end(state, task)
                 reason = f"the state of the sequence was lost when its worker died ({why}); start the sequence again"
                 graph.failed(state, task.request, task.place, "WorkerDied", reason, queue.name)
+    return len(lost)

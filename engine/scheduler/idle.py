@@ -195,7 +195,7 @@ def on_awake(state: SchedulerState, worker_id: int, message: msg.Awake) -> None:
     state.sleep.timers.discard(("answer", _timer_id(state, worker_id, message.step)))
     if message.failure is not None:
         name = state.queues[message.step].name
-        workers.kill(state, worker_id, f"step {name} could not be woken: {message.failure.message}")
+        workers.kill(state, worker_id, f"step {name} could not be woken: {message.failure.message}", ev.OPEN_FAILED)
         return
     worker.sleep.move(message.step, "awake")
     kv_sharing.on_awake(state, worker_id, message.step)
@@ -213,7 +213,7 @@ def on_tick(state: SchedulerState) -> None:
         worker = state.workers[worker_id]
         how = worker.sleep.state(step)
         if how in (FALLING, WAKING) and worker.state == READY and not worker.why:
-            workers.kill(state, worker_id, f"step {state.queues[step].name} was {how} for too long")
+            workers.kill(state, worker_id, f"step {state.queues[step].name} was {how} for too long", ev.TIMEOUT)
 
 
 # transitions

@@ -410,7 +410,7 @@ def _tick(state: SchedulerState, event: ev.Tick) -> None:
     for worker_id, arena in workers.due(state):
         state.out.append(ev.StartWorker(worker_id, arena))
     for worker_id, why in workers.overdue(state):
-        workers.kill(state, worker_id, why)
+        workers.kill(state, worker_id, why, ev.TIMEOUT)
     task_table.end_idle_sequences(state)
     for step in state.recovery.quarantine.forget(now_ms):
         failures.send_quarantine(state, step)

@@ -44,6 +44,7 @@ class Counters:
     late:  items that were not dispatched because they could not meet their deadline.
     stale: messages dropped because their subject had ended: from an earlier incarnation of a worker, or about items
            that the worker no longer holds. Each item counts once.
+    deaths_by: deaths by step and cause (events.CAUSES).
     """
 
     admitted: int = 0
@@ -53,6 +54,7 @@ class Counters:
     expired: int = 0
     refused: int = 0
     deaths: int = 0
+    deaths_by: dict[tuple[str, str], int] = field(default_factory=dict)
     retried: int = 0
     quarantined: int = 0
     late: int = 0

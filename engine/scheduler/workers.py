@@ -92,7 +92,7 @@ class WorkerState:
     stream_active_ms: when a streaming step last sent something, or got work.
     free_ms:       when it last became free.
     start_ms:      when to start it again while it is dead.
-    why:           why it is being killed; '' if it is not.
+    why, cause:    why it is being killed, and the cause for the metric; '' if it is not.
     failed:        why it could not open its models (OpenFailed); its process exits.
     spared:        it is killed because it depends on another worker: its tasks are not suspects.
     figures:       figures that its nodes last reported, by step.
@@ -124,6 +124,7 @@ class WorkerState:
     free_ms: float = 0.0
     start_ms: float | None = None
     why: str = ""
+    cause: str = ""
     failed: str = ""
     spared: bool = False
     figures: dict[int, Mapping[str, float]] = field(default_factory=dict)
@@ -210,9 +211,10 @@ def make_workers(plan: Plan, seed: int, policy: RestartPolicy | None = None) -> 
     ]
 
 
-def kill(state: SchedulerState, worker_id: int, why: str) -> None:
-    """Kill a worker's process. Its death comes back as an event."""
-    state.workers[worker_id].why = why
+def kill(state: SchedulerState, worker_id: int, why: str, cause: str = ev.INVALID_MESSAGE) -> None:
+    """Kill a worker's process. Its death comes back as an event. cause: one of events.CAUSES."""
+    worker = state.workers[worker_id]
+    worker.why, worker.cause = why, cause
     state.out.append(ev.KillWorker(worker_id, why))
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import resource
 import signal
@@ -25,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from weftline.engine.runtime.processes import minimal_environment
+from weftline.engine.runtime.processes import describe_exit, minimal_environment
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
 from weftline.errors import InputError, LimitReached, WeftlineError
@@ -45,6 +46,7 @@ MEMORY_BYTES = 8 << 30
 DONE, WRONG, FAILED = b"\0", b"\1", b"\2"
 _HEAD, _REPLY = struct.Struct("<QQ"), struct.Struct("<cQ")
 
+_log = logging.getLogger("weftline.ingress")
 _decode_job = msgspec.msgpack.Decoder(Job).decode
 
 
@@ -91,7 +93,9 @@ class JsonProcess:
             self._end()
             raise LimitReached(f"the JSON took more than {JOB_S:g} s to read") from None
         except OSError:
-            self._end()
+            if self._process is not None:
+                how = describe_exit(self._end() or 0)
+                _log.error("the JSON process died: %s; its document fails; then: the next one starts another", how)
             raise WeftlineError("the process that reads large JSON documents ended") from None
         if kind == DONE:
             return bytes(answer)
@@ -117,16 +121,20 @@ class JsonProcess:
         self._sock = ours
         return ours
 
-    def _end(self) -> None:
+    def _end(self) -> int | None:
+        """End the process; return its return code, None if there was none."""
         sock, self._sock = self._sock, None
         process, self._process = self._process, None
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits at it
             sock.close()
-        if process is not None:
-            process.kill()
-            process.wait()
+        if process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1 if sock is not None else 0)  # one that is dying keeps its own return code
+        process.kill()
+        return process.wait()
 
 
 def _received(sock: socket.socket, size: int) -> bytearray:

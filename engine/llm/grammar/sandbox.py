@@ -12,8 +12,10 @@ once. It drops the right to new privileges, limits its memory, and ends with its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import logging
 import os
 import resource
 import select
@@ -34,6 +36,7 @@ ANSWER_BYTES_MAX = 1 << 20
 _READ_BYTES = 65536
 _WRITE_BYTES = 4096
 """Bytes that a pipe accepts at once when it is writable."""
+_log = logging.getLogger("weftline.llm")
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
@@ -62,17 +65,31 @@ class TrialProcess:
         try:
             return self._wait_answer(process, json.dumps({"grammar": grammar}).encode() + b"\n", self._trial_max_ms)
         except TimeoutError:
-            self.kill()
+            self._kill_and_log(f"it took longer than {self._trial_max_ms:g} ms")
             most = f"{self._trial_max_ms:g} ms"
             raise InputError(f"sampling: the constraint: not prepared after {most}, the limit; simplify it") from None
         except (OSError, ValueError):
-            self.kill()
+            self._kill_and_log("")
             if self._closed:
                 raise SessionClosed("the engine was closed while the constraint was prepared") from None
             most = f"{self._memory_bytes >> 20} MiB"
             raise InputError(
                 f"sampling: the constraint: it ended the process that prepares them, which may use {most}; simplify it"
             ) from None
+
+    def _kill_and_log(self, why: str) -> None:
+        """Kill the process and log why, or how it has ended, unless this was closed."""
+        process = self._process
+        if process is not None and not why:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that is dying keeps its own return code
+                process.wait(0.1)
+        code = process.poll() if process is not None else None
+        self.kill()
+        if not self._closed:
+            how = why or ("an invalid answer" if code is None else f"return code {code} (below 0: a signal)")
+            _log.warning(
+                "the process that tries grammars died: %s; the request fails; then: the next starts another", how
+            )
 
     def kill(self) -> None:
         """Kill the process; the next trial starts another."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import select
 import shutil
@@ -34,6 +35,8 @@ from typing import Any
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.schedule import ScheduledChunk
 from weftline.errors import ModelError, WorkerDied
+
+_log = logging.getLogger("weftline.llm")
 
 FRAME_BYTES_MAX = 256 << 20
 """Largest payload: a round of a million tokens with tables of as many pages is far below."""
@@ -226,6 +229,7 @@ class Followers:
         code = process.wait()
         if not self._closing and self.lost is None:
             self.lost = f"the process of rank {rank} ended with {_ending(code)}"
+            _log.error("%s; its round fails; then: rounds fail until the model is opened again", self.lost)
             gone()
 
     def gone(self) -> str | None:

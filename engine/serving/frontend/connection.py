@@ -114,6 +114,7 @@ class FrontendConnection:
         self.drained = False
         self.last_received_s = asyncio.get_running_loop().time()
         self.close_reason = ""
+        self.cancelled_requests = 0  # open ones when it closed
 
     # for its supervisor
 
@@ -210,6 +211,7 @@ class FrontendConnection:
 
     def _on_close(self, reason: str) -> None:
         self.close_reason = reason
+        self.cancelled_requests = len(self._open)
         for task in self._open.values():
             task.cancel()
         if not self._ports.done():

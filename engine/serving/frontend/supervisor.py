@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from weftline.engine.runtime.processes import minimal_environment
+from weftline.engine.runtime.processes import describe_exit, minimal_environment
 from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
 from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.backend import Backend
@@ -111,10 +111,7 @@ class FrontendProcess:
             self._process.wait(timeout_s)
         if self._process.returncode is None:
             self.kill()
-        code = self._process.wait()
-        if code >= 0:
-            return f"exit code {code}"
-        return f"signal {-code}, {signal.Signals(-code).name}" if -code in signal.valid_signals() else f"signal {-code}"
+        return describe_exit(self._process.wait())
 
 
 class FrontendSupervisor:
@@ -215,12 +212,16 @@ class FrontendSupervisor:
     async def _supervise(self) -> None:
         """Restart the process whenever it ends, until `drain`, `stop` or too many failed starts."""
         while self.connection is not None and self._process is not None:
-            status = await self._wait_death(self.connection, self._process)
+            connection = self.connection
+            status = await self._wait_death(connection, self._process)
             self.connection = self._process = None
             if self._ending.is_set():
                 return
-            _log.error("ingress process %s ended: %s; restarting it", self.spec.name, status)
             delay_ms = self._restarts.died(_now_ms(), was_ready=True)
+            _log.error(
+                "ingress process %s died: %s; %d open requests are cancelled; then: restart in %.0f ms",
+                self.spec.name, status, connection.cancelled_requests, delay_ms or 0.0,
+            )  # fmt: skip
             while delay_ms is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), delay_ms / 1000)

@@ -43,7 +43,7 @@ class FakeSession:
         self.values = {
             "requests": {"open": 7}, "queued": {"see": 4}, "dispatches": 10, "items": 25, "retried": 1,
             "dropped_late": 2, "stale_messages": 6, "output_dropped_bytes": {"see": 77},
-        "worker_deaths": 3, "worker_restarts": 2, "quarantined": 1,
+        "worker_deaths_by": [("see", "signal", 3)], "worker_restarts": 2, "quarantined": 1,
             "copied_bytes": {"in": 100, "between": 0, "out": 50},
             "workers": {"see": {"ready": 1, "asleep": 1, "all": 2}},
             "arena": {
@@ -103,7 +103,8 @@ def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:
     assert values["weftline_step_batch_items_max", "ocr", "see"] == 4
     assert values["weftline_step_out_of_memory_total", "ocr", "see"] == 3
     assert values["weftline_step_output_dropped_bytes_total", "ocr", "see"] == 77
-    assert values["weftline_worker_deaths_total", "ocr"] == 3 and values["weftline_worker_restarts_total", "ocr"] == 2
+    assert values["weftline_worker_deaths_total", "ocr", "see", "signal"] == 3
+    assert values["weftline_worker_restarts_total", "ocr"] == 2
     assert values["weftline_stale_messages_total", "ocr"] == 6
     assert values["weftline_kv_unassigned_bytes", "ocr", "cuda:0"] == 10
     assert values["weftline_kv_used_bytes", "ocr", "cuda:0", "answer"] == 33

@@ -45,18 +45,18 @@ def test_the_first_reason_is_reported_once_the_worker_has_ended() -> None:
     opening.note(refused("detect", "no such model"))
     opening.note(refused("read", "no such file"))
     assert not opening.over  # it says so itself, and then it ends
-    opening.note_death("w", "exit code 1", "its last line")
+    opening.note_death("w", "exit code 1")
     assert opening.over and str(opening.error()) == "step detect: no such model"
 
 
 def test_a_death_is_a_reason_only_while_it_opens() -> None:
     opening = Opening(None)
-    opening.note_death("w", "killed", "a secret")
+    opening.note_death("w", "killed")
     assert opening.over and str(opening.error()).startswith("worker w ended while opening: killed; ")
     opened = Opening(None)
     opened.note_ready(True, "")
     opened.report()
-    opened.note_death("w", "killed", "")
+    opened.note_death("w", "killed")
     opened.note(refused("s", "too late to matter"))
     assert opened.error() is None
 

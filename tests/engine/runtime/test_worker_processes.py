@@ -11,6 +11,7 @@ import pytest
 
 from weftline.engine.runtime import worker_processes as fleets
 from weftline.engine.runtime.worker_processes import WorkerProcesses
+from weftline.engine.scheduler.events import WorkerDied
 from weftline.engine.session import load
 from weftline.pipelines.spec.builder import Builder
 
@@ -33,8 +34,10 @@ def test_only_what_the_system_is_short_of_passes(
     finally:
         fleet.close()
     (death,) = deaths
-    assert death[:3] == (0, 1, "s") and death[-1] is passes
-    assert str(death[3]).startswith("it could not be started: ")
+    died, name = death
+    assert isinstance(died, WorkerDied) and name == "s"
+    assert (died.worker, died.arena, died.cause, died.refused) == (0, 1, "not_started", passes)
+    assert died.how.startswith("it could not be started: ")
 
 
 def test_a_wake_up_is_seen_by_the_thread_and_not_by_a_loop(tmp_path: Path) -> None:
