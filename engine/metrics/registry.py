@@ -37,6 +37,7 @@ class Metrics:
     sessions: returns the open sessions by model; called at each scrape.
     callers:  names of the token file, with a series each.
     ingress:  returns the pids of the ingress processes by name; called at each scrape.
+    log_dropped: returns the dropped lines of the log of each process by name, likewise.
     version:  of Weftline, for `weftline_build_info`.
     """
 
@@ -48,10 +49,12 @@ class Metrics:
         *,
         callers: Collection[str] = (),
         ingress: Callable[[], Mapping[str, int]] = dict,
+        log_dropped: Callable[[], Mapping[str, int]] = dict,
         version: str = "",
     ) -> None:
         self._sessions = sessions
         self._ingress = ingress
+        self._log_dropped = log_dropped
         self._version = version
         self._lock = threading.Lock()
         self._requests = RequestMetrics(callers)
@@ -78,6 +81,7 @@ class Metrics:
             except Exception:
                 _log.exception("cannot read the metrics of model %s; this scrape lacks them", model)
         out += snapshots.ingress_samples(self._ingress(), usage_of)
+        out += [(series.LOG_DROPPED, (process,), lines) for process, lines in self._log_dropped().items()]
         try:
             out += list(snapshots.gpu_samples(self._gpus.gpus(), self._sessions()))
         except Exception:

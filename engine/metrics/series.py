@@ -189,6 +189,8 @@ WORKER_FDS = _gauge("weftline_worker_open_fds", "model worker", "descriptors",
     "open descriptors of the process; usually visible to root only")  # fmt: skip
 INGRESS_RESIDENT = _gauge("weftline_ingress_resident_memory_bytes", "process", "bytes",
     "memory of an ingress process")  # fmt: skip
+LOG_DROPPED = _counter("weftline_log_lines_dropped_total", "process", "lines",
+    "dropped lines of the log, of `engine` or an ingress process: standard error was not read")  # fmt: skip
 INGRESS_CPU = _counter("weftline_ingress_cpu_seconds_total", "process", "seconds", "processor time of the process")
 INGRESS_FDS = _gauge("weftline_ingress_open_fds", "process", "descriptors",
     "open descriptors of the process, including connections; missing without permission")  # fmt: skip
@@ -246,7 +248,9 @@ GPU_SERIES = (
     GPU_INFO, GPU_BUSY, GPU_MEMORY_BUSY, GPU_TOTAL, GPU_USED, GPU_PLANNED, GPU_HELD, GPU_PROCESS, GPU_OTHERS, GPU_POWER,
     GPU_POWER_LIMIT, GPU_TEMPERATURE, GPU_THROTTLED, GPU_ECC,
 )  # fmt: skip
-PROCESS_SERIES = (WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS)
+PROCESS_SERIES = (
+    WORKER_RESIDENT, WORKER_CPU, WORKER_FDS, INGRESS_RESIDENT, INGRESS_CPU, INGRESS_FDS, LOG_DROPPED,
+)  # fmt: skip
 LLM_SERIES = (
     LLM_RUNNING, LLM_WAITING, LLM_KV_USAGE, LLM_PREFIX_QUERIES, LLM_PREFIX_HITS, LLM_PREEMPTIONS, LLM_PROMPT,
     LLM_GENERATED, LLM_SUCCESS, LLM_DRAFTED, LLM_ACCEPTED, LLM_FIRST_TOKEN, LLM_INTER_TOKEN, LLM_OUTPUT_TOKEN,

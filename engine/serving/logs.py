@@ -17,6 +17,7 @@ from typing import TextIO
 from weftline.engine.serving.auth.plain import one_line, redacted
 from weftline.engine.serving.backend import Record
 from weftline.engine.serving.config import Logs
+from weftline.engine.serving.log_writer import STDERR, LogWriter
 from weftline.engine.token_bucket import RateLimit
 
 MESSAGE_CHARS_MAX = 4000
@@ -62,16 +63,44 @@ class TextLines(logging.Formatter):
         return "\n".join(lines)
 
 
-def start_logs(logs: Logs, stream: TextIO | None = None) -> logging.Handler:
-    """Write Weftline's logs to `stream` (default: standard error); replaces the handler of an earlier call."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+def start_logs(logs: Logs, stream: TextIO | None = None, *, take_stderr: bool = False) -> logging.Handler:
+    """Write Weftline's logs to standard error, from a thread, until the handler is closed.
+
+    It replaces the handler of an earlier call.
+
+    stream:      write to this instead, at once.
+    take_stderr: log as well what C libraries and others write to file descriptor 2.
+    """
+    handler: logging.Handler
+    if stream is not None or not _is_descriptor(sys.stderr, STDERR):
+        handler = logging.StreamHandler(stream or sys.stderr)
+    else:
+        handler = LogWriter(STDERR)
     handler.setFormatter(JsonLines() if logs.format == "json" else TextLines())
     logger = logging.getLogger("weftline")
-    logger.handlers[:] = [handler]
+    before, logger.handlers[:] = logger.handlers[:], [handler]
+    for one in before:
+        if isinstance(one, LogWriter):
+            one.close()
+    if take_stderr and isinstance(handler, LogWriter):
+        handler.take_stderr()
     logger.setLevel(logs.level.upper())
     logger.propagate = False
     logging.getLogger("asyncio").addFilter(_without_refused_accepts)
     return handler
+
+
+def dropped_lines() -> int:
+    """Return how many lines of this process's log were dropped, because standard error was not read in time."""
+    handlers = logging.getLogger("weftline").handlers
+    return sum(handler.dropped for handler in handlers if isinstance(handler, LogWriter))
+
+
+def _is_descriptor(stream: TextIO | None, fd: int) -> bool:
+    try:
+        return stream is not None and stream.fileno() == fd
+    except (OSError, ValueError):  # it has none, or is closed
+        return False
 
 
 def _without_refused_accepts(record: logging.LogRecord) -> bool:

@@ -4,8 +4,9 @@
 
 Addresses are tried before models are loaded, and the servers listen once every model is ready. gRPC runs in the
 engine's process or in ingress processes. HTTP always runs in an ingress process, so that its JSON and TLS do not delay
-the scheduler. The first SIGTERM or Ctrl-C drains: not ready, new work refused, open requests finish within the grace
-time, exit code 0. The second ends everything at once.
+the scheduler. The first SIGTERM, SIGHUP or Ctrl-C drains: not ready, new work refused, open requests finish within the
+grace time, exit code 0. A second SIGTERM or Ctrl-C ends everything at once; a second SIGHUP does not, because a closed
+terminal sends it twice. SIGHUP that is ignored, as under nohup, stays ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
 from weftline.engine.serving.identity import version
 from weftline.engine.serving.local import LocalBackend
-from weftline.engine.serving.logs import RequestLog, start_logs
+from weftline.engine.serving.logs import RequestLog, dropped_lines, start_logs
 from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim
@@ -44,7 +45,7 @@ from weftline.errors import WeftlineError
 
 _log = logging.getLogger("weftline.ingress")
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,11 @@ class Server:
         self._repository = Repository()
         callers = [token.name for token in tokens.tokens] if tokens is not None else []
         self.metrics = Metrics(
-            lambda: self.backend.sessions(), callers=callers, ingress=lambda: self._frontends.pids(), version=version()
+            lambda: self.backend.sessions(),
+            callers=callers,
+            ingress=lambda: self._frontends.pids(),
+            log_dropped=lambda: {"engine": dropped_lines(), **self._frontends.log_dropped()},
+            version=version(),
         )
         observers: list[Observer] = [self.statistics, self.metrics, RequestLog(config.logs)]
         self.backend = LocalBackend(
@@ -186,6 +191,8 @@ class _Signals:
 
     def __init__(self) -> None:
         self.exit_code = 0
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self._handled = [signum for signum in SIGNALS if not (nohup and signum == signal.SIGHUP)]
         self._first = asyncio.Event()
         self._second = asyncio.Event()
 
@@ -203,20 +210,20 @@ class _Signals:
             work.result()
 
     def _on_signal(self, signum: int) -> None:
-        if self._first.is_set():
+        if self._first.is_set() and signum != signal.SIGHUP:
             self.exit_code = 128 + signum
             self._second.set()
         self._first.set()
 
     def __enter__(self) -> _Signals:
         loop = asyncio.get_running_loop()
-        for signum in SIGNALS:
+        for signum in self._handled:
             loop.add_signal_handler(signum, self._on_signal, signum)
         return self
 
     def __exit__(self, *ended: object) -> None:
         loop = asyncio.get_running_loop()
-        for signum in SIGNALS:
+        for signum in self._handled:
             loop.remove_signal_handler(signum)
 
 
@@ -225,11 +232,12 @@ def _logging_as(config: ServeConfig) -> Iterator[None]:
     """Log as configured within the context."""
     logger = logging.getLogger("weftline")
     level = logger.level
-    handler = start_logs(config.logs)
+    handler = start_logs(config.logs, take_stderr=True)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        handler.close()
         logger.setLevel(level)
         logger.propagate = True
 

@@ -273,12 +273,12 @@ ASKED = "interrupted: committing complete parts; interrupt again to stop at once
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM inside a with statement.
+    """Counts SIGINT, SIGTERM and SIGHUP inside a with statement.
 
     note: called once by `asked` after the first signal.
 
     A signal that ends the job raises KeyboardInterrupt in the main thread. Outside the main thread no handler is set.
-    An ignored SIGINT, as in background jobs of a shell, stays ignored.
+    An ignored signal stays ignored: SIGINT in background jobs of a shell, SIGHUP under nohup.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -290,7 +290,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._on_signal)
         return self

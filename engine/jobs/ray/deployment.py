@@ -1,7 +1,8 @@
 """Life cycle of a Ray Serve service: deploy, watch and delete.
 
-The first SIGTERM or Ctrl-C removes the application: Ray Serve sends no new requests to replicas, and open ones have the
-grace time to finish. Serve itself is shut down when it was started here. A second signal ends this process at once.
+The first SIGTERM, SIGHUP or Ctrl-C removes the application: Ray Serve sends no new requests to replicas, and open ones
+have the grace time to finish. Serve itself is shut down when it was started here. A second signal ends this process at
+once.
 """
 
 from __future__ import annotations
@@ -282,14 +283,17 @@ def _free_port() -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Raise StopSignal at SIGTERM and SIGINT, and list them; restores the handlers at the end."""
+    """Raise StopSignal at SIGTERM, SIGINT and SIGHUP, and list them; restores the handlers at the end."""
     activity: list[int] = []
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         activity.append(signum)
         raise StopSignal
 
-    before = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
+    handled = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        handled.append(signal.SIGHUP)
+    before = {signum: signal.signal(signum, on_signal) for signum in handled}
     try:
         yield activity
     finally:

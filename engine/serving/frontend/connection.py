@@ -115,6 +115,7 @@ class FrontendConnection:
         self.last_received_s = asyncio.get_running_loop().time()
         self.close_reason = ""
         self.cancelled_requests = 0  # open ones when it closed
+        self.log_dropped = 0  # lines of its log
 
     # for its supervisor
 
@@ -185,6 +186,8 @@ class FrontendConnection:
             self._ports.set_exception(from_wire_error(message.error))
         elif isinstance(message, msg.Drained):
             self.drained = True
+        elif isinstance(message, msg.Pong):
+            self.log_dropped = message.log_dropped
 
     def _start_request(self, request: msg.FrontendRequest) -> None:
         number = request.id

@@ -39,7 +39,7 @@ NO_BLOCK = -1
 WINDOW_BYTES = 1 << 20
 """Stream window: most bytes sent to an ingress process and not read by it."""
 
-PING_S = 1.0
+PING_S = 0.5
 """Heartbeat interval."""
 
 LOAD, UNLOAD, METRICS, STATISTICS = "load", "unload", "metrics", "statistics"
@@ -214,7 +214,9 @@ class TakePermit(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Response to Ping."""
+    """Response to Ping. log_dropped: lines of the log that this process has dropped since its start."""
+
+    log_dropped: int = 0
 
 
 class Drained(msgspec.Struct, frozen=True, array_like=True, tag=True):

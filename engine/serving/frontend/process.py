@@ -3,8 +3,8 @@
     python -m weftline.engine.serving.frontend.process SOCKET REQUEST_BUFFER RESPONSE_BUFFER PARENT_PID
 
 The process parses bytes from the network, so it holds nothing of value: no model, no arena, no pipeline, and no way to
-gain privileges. It exits with the engine, at the latest when the connection closes. SIGTERM and SIGINT are ignored: a
-service manager sends them to all processes of a service, and the engine decides when to drain.
+gain privileges. It exits with the engine, at the latest when the connection closes. SIGTERM, SIGINT and SIGHUP are
+ignored: a service manager sends them to all processes of a service, and the engine decides when to drain.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def make_servers(spec: IngressSpec, backend: RemoteBackend) -> dict[str, Ingress
     Tokens and certificates are read here, in the process that uses them, and are never sent.
     """
     config = spec.config
-    start_logs(config.logs)
+    start_logs(config.logs, take_stderr=True)
     tokens = TokenFile(config.tokens) if config.tokens is not None else None
     gate = Gate(tokens, config.limits, rates=backend)
     memory = SharedMemory(config.limits, config.shared_memory)
@@ -162,6 +162,7 @@ def main(make: MakeServers, arguments: list[str]) -> None:
 
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run())
+    logging.shutdown()  # writes queued lines
     os._exit(0)  # does not wait for threads of libraries
 
 

@@ -25,6 +25,7 @@ from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
 from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_value, unpack_values
 from weftline.engine.serving.frontend.transport import FrontendTransport
+from weftline.engine.serving.logs import dropped_lines
 from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.errors import LimitReached, SessionClosed, UnknownModel
@@ -295,7 +296,7 @@ class RemoteBackend:
         elif isinstance(message, msg.SessionStats):
             self._stats = message.models
         elif isinstance(message, msg.Ping):
-            self._send(msg.Pong())
+            self._send(msg.Pong(dropped_lines()))
 
     def on_close(self) -> None:
         """Fail all open requests and commands: the engine has ended."""

@@ -11,7 +11,7 @@
         FrontendConnection (connection.py)
 
 When a process ends, its requests are cancelled at once and its clients see closed connections. A process that does not
-respond to Ping for SILENT_S is killed. A process that keeps failing to start is given up.
+respond to Ping for SILENT_S is killed, a stopped one after STOPPED_S. One that keeps failing to start is given up.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -36,6 +37,7 @@ from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.connection import FrontendConnection, RunCommand
 from weftline.engine.serving.frontend.messages import IngressSpec, encode_spec, frame_bytes_max
 from weftline.engine.serving.frontend.shared_buffer import create_request_buffer
+from weftline.engine.serving.log_writer import log_descriptor
 from weftline.engine.serving.statistics import Statistics
 from weftline.errors import InputError, SessionClosed
 from weftline.shm.arena import HostArena
@@ -57,6 +59,10 @@ LOST_EXIT_S = 0.3
 
 SILENT_S = 10.0
 """Heartbeat timeout."""
+
+STOPPED_S = 1.0
+"""Heartbeat timeout of a process that a signal has stopped (SIGSTOP): it cannot respond until another one continues
+it."""
 
 POLL_S = 0.2
 """Interval of checks for changed models."""
@@ -92,12 +98,21 @@ class FrontendProcess:
                     [sys.executable, "-P", "-m", entry, *map(str, passed), str(os.getpid())],
                     pass_fds=passed,
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # the server's standard output is reserved for its own messages
+                    stdout=log_descriptor(),  # the server's standard output is reserved for its own messages
+                    stderr=log_descriptor(),
                     env=minimal_environment(os.environ),
                     start_new_session=True,
                 )
             undo.pop_all()
         self.pid = self._process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """True while a signal has stopped it: state T of proc_pid_stat(5)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except (OSError, IndexError):
+            return False
 
     def kill(self) -> None:
         """Kill the process and its children."""
@@ -251,6 +266,8 @@ class FrontendSupervisor:
             last_s = connection.last_received_s
             if silent_s > SILENT_S:
                 connection.close(f"it was silent for {SILENT_S:g} s")
+            elif silent_s >= STOPPED_S and process.stopped:
+                connection.close("a signal has stopped it")
         status = await loop.run_in_executor(None, process.wait_end, EXIT_S if connection.drained else LOST_EXIT_S)
         return connection.close_reason or status
 
@@ -333,6 +350,11 @@ class FrontendManager:
     def ready(self) -> bool:
         """True if the servers of all ingress processes listen."""
         return all(supervisor.ready for supervisor in self._supervisors)
+
+    def log_dropped(self) -> dict[str, int]:
+        """Return how many lines of its log every running ingress process has dropped, by name."""
+        connections = ((one.spec.name, one.connection) for one in self._supervisors)
+        return {name: connection.log_dropped for name, connection in connections if connection is not None}
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running ingress process by name."""
