@@ -268,7 +268,7 @@ class ServeConfig:
     """Clients may register system shared memory."""
 
     grace_s: Annotated[float, _number(0, 86_400)] = 30.0
-    """Longest time for open requests to finish after SIGTERM."""
+    """Longest time for open requests to finish after SIGTERM or SIGHUP."""
 
     limits: ServeLimits = ServeLimits()
     """Limits on requests."""

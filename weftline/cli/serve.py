@@ -115,7 +115,7 @@ def serve(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Serve pipelines until SIGTERM or Ctrl-C: gRPC for Triton and KServe clients, and optionally HTTP.
+    """Serve pipelines until SIGTERM, SIGHUP or Ctrl-C: gRPC for Triton and KServe clients, and optionally HTTP.
 
     After a signal the server refuses new requests, finishes open ones within --grace-s, and exits with 0. A second
     signal ends it at once. Addresses and models are printed on standard output when everything is ready.

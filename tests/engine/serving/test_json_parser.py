@@ -144,13 +144,14 @@ def test_the_event_loop_runs_on_while_a_large_document_is_read() -> None:
 
 
 def test_a_dead_or_hung_process_fails_its_document_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(parser: JsonParser) -> None:
         await _asked(parser, "json", LARGE)
         os.kill(parser.process.pid or 0, signal.SIGKILL)
         with pytest.raises(WeftlineError, match="ended"):
             await _asked(parser, "json", LARGE)
+        assert "the JSON process died: signal 9, SIGKILL; its document fails; then: " in caplog.text
         monkeypatch.setattr(json_process, "JOB_S", 0.01)
         with pytest.raises(LimitReached, match="took more than"):  # not even started by then
             await _asked(parser, "json", LARGE)

@@ -100,11 +100,14 @@ def test_one_that_ends_its_process_is_refused_and_the_next_one_is_tried(stand_in
     assert stand_in.wait_trial("fine") == "fine"
 
 
-def test_a_process_that_died_between_two_trials_is_replaced(stand_in: TrialProcess) -> None:
+def test_a_process_that_died_between_two_trials_is_replaced(
+    stand_in: TrialProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     assert stand_in.wait_trial("fine") == "fine"
     os.kill(pid_of(stand_in), signal.SIGKILL)
     with pytest.raises(InputError):
         stand_in.wait_trial("fine")
+    assert "the process that tries grammars died: return code -9" in caplog.text
     assert stand_in.wait_trial("fine") == "fine"
 
 

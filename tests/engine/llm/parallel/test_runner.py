@@ -76,7 +76,7 @@ def test_two_ranks_give_the_tokens_of_one_and_closing_leaves_no_process(tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
+def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path, caplog):
     one, two = _open_both("qwen3", tmp_path)
     try:
         _check_equal(one, two)
@@ -92,6 +92,7 @@ def test_a_killed_rank_fails_the_round_at_once_and_every_later_one(tmp_path):
         assert isinstance(updates[-1].error, WorkerDied)
         assert "signal 9" in str(updates[-1].error)
         assert "signal 9" in str(two.lost)
+        assert "the process of rank 1 ended with signal 9; its round fails; then: " in caplog.text
         engine.check()
         engine.add(2, [5, 6, 7], SamplingParams(tokens_max=3))
         assert isinstance(engine.step()[0].error, WorkerDied)
