@@ -20,7 +20,7 @@ BREAKS = '''import os, signal
 
 
 def breaks(x: str) -> str:
-    """Kill this process, if so told."""
+    """Kill this process, if the input names it."""
     if x == "kill":
         os.kill(os.getpid(), signal.SIGSEGV)
     if x == "exit":
@@ -47,14 +47,14 @@ def deaths(text: str) -> list[str]:
     return [line for line in text.splitlines() if "worker s died" in line]
 
 
-@pytest.mark.parametrize(("told", "how"), [("kill", "signal 11, SIGSEGV"), ("exit", "exit code 3")])
+@pytest.mark.parametrize(("given", "how"), [("kill", "signal 11, SIGSEGV"), ("exit", "exit code 3")])
 def test_each_death_of_a_worker_is_one_line_with_its_tasks(
-    folder: Path, told: str, how: str, caplog: pytest.LogCaptureFixture
+    folder: Path, given: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with load(folder / "breaks.yaml").open() as session:
         assert session.run(x="fine")["y"] == "fine"
         with pytest.raises(WorkerDied):
-            session.run(x=told)
+            session.run(x=given)
         wait_until(lambda: session.health().ready, 20)
         by = session.stats()["worker_deaths_by"]
     lines = [one.getMessage() for one in caplog.records if "died" in one.getMessage()]
@@ -63,7 +63,7 @@ def test_each_death_of_a_worker_is_one_line_with_its_tasks(
         assert f"worker s died: {how}" in line and "; step s; it ran 1 task (requests " in line
     assert "then: 1 task retried; restart in " in lines[0]
     assert "then: 1 task failed; 1 input quarantined; restart in " in lines[1]
-    assert by == [("s", "signal" if told == "kill" else "exit", 2)]
+    assert by == [("s", "signal" if given == "kill" else "exit", 2)]
 
 
 @pytest.mark.parametrize("command", ["run", "batch"])

@@ -1,4 +1,4 @@
-"""A server whose standard error nobody reads, and what signals do to it and its processes."""
+"""A server whose standard error is not read, and what signals do to it and its processes."""
 
 from __future__ import annotations
 

@@ -304,8 +304,10 @@ class RemoteBackend:
         for pending in requests.values():
             if pending.done is not None:
                 pending.done(SessionClosed(GONE))
-        for waiting in (*self._commands.values(), *self._permits.values()):
-            _resolve(waiting, SessionClosed(GONE))
+        for command in self._commands.values():
+            _resolve(command, SessionClosed(GONE))
+        for permit in self._permits.values():
+            _resolve(permit, SessionClosed(GONE))
         for stream in self._streams.values():
             stream.end(SessionClosed(GONE))
         self._streams.clear()

@@ -37,7 +37,7 @@ def log(writer: LogWriter, text: str) -> None:
     writer.handle(logging.LogRecord("weftline.test", logging.INFO, "", 0, text, None, None))
 
 
-def test_a_reader_that_stalls_delays_nobody_and_dropped_lines_are_reported() -> None:
+def test_a_stalled_reader_delays_no_caller_and_drops_are_reported() -> None:
     with writing() as (writer, read):
         text = "x" * 3900
         count = QUEUE_BYTES_MAX // len(text) + 200
