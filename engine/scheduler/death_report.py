@@ -59,7 +59,8 @@ class DeathReport:
     def line(self, worker: WorkerState, now_ms: float) -> tuple[str, str]:
         """Return the report, and what happens next, as two phrases. worker: its state after the death."""
         when = {STARTING: " while it started", LEAVING: " while its steps went to sleep"}.get(self.state_before, "")
-        parts = [f"worker {self.name} died{when}: {self.how} ({self.cause})", f"step {self.step}", self._held()]
+        how = " ".join(self.how.split())  # one line
+        parts = [f"worker {self.name} died{when}: {how} ({self.cause})", f"step {self.step}", self._held()]
         if self.last:
             parts.append(f"last line {self.last!r:.300}")
         return "; ".join(parts), "; ".join([*self._fate(), _start(worker, now_ms)])

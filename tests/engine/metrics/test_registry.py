@@ -179,7 +179,9 @@ def test_a_histogram_has_its_buckets_their_sum_and_their_count() -> None:
 def test_every_series_is_written_with_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch)
     session = FakeSession({"answer": {"answer": LLM}})
-    metrics = Metrics(lambda: {"ocr": session}, callers=("line-3",), ingress=lambda: PIDS)
+    metrics = Metrics(
+        lambda: {"ocr": session}, callers=("line-3",), ingress=lambda: PIDS, log_dropped=lambda: {"http": 1}
+    )
     usage = {"prompt_tokens": 100, "completion_tokens": 20}
     for at in range(20):
         metrics(record(f"m{at % 3}", caller="line-3", timings=(timing(), timing("read", "failed"))))

@@ -153,7 +153,10 @@ def test_worker_processes_are_shown_as_far_as_they_can_be_seen() -> None:
 def test_every_series_has_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch)
     metrics = Metrics(
-        lambda: {"ocr": FakeSession({"a": {"a": LLM}})}, callers=("line-3",), ingress=lambda: {"http": os.getpid()}
+        lambda: {"ocr": FakeSession({"a": {"a": LLM}})},
+        callers=("line-3",),
+        ingress=lambda: {"http": os.getpid()},
+        log_dropped=lambda: {"engine": 0},
     )
     usage = {"prompt_tokens": 9, "completion_tokens": 9}
     metrics(record(caller="line-3", first_ms=1.0, pieces=2, usage=usage, timings=(timing(),)))
