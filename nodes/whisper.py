@@ -7,6 +7,7 @@ are joined. The windows of all items of a batch are decoded together (`whisper_d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -77,6 +78,9 @@ class WhisperConfig:
     timestamp_tokens: false for a model that was trained without timestamps: a segment is a window then, also with
                 words. Without effect on `timestamps: none`, which decodes without them.
     vad:        leave out the silence of a recording that is longer than the model's window; false: cut it only.
+    no_speech_threshold: a window counts as silence and adds no text if its `no_speech` is above this probability and
+                its `logprob` is not above `logprob_threshold`, as in openai-whisper's `transcribe`; null: none does.
+    logprob_threshold: null: `no_speech_threshold` decides alone.
     """
 
     model: str
@@ -89,6 +93,8 @@ class WhisperConfig:
     timestamps: str = "none"
     timestamp_tokens: bool = True
     vad: bool = True
+    no_speech_threshold: float | None = 0.6
+    logprob_threshold: float | None = -1.0
 
 
 class Whisper(BatchNode):
@@ -146,13 +152,14 @@ class Whisper(BatchNode):
         if (config.tokens_max or 0) > half:
             expected = f"expected at most {half}, half of the text context of {config.model}"
             raise ModelError(f"tokens_max: found {config.tokens_max}, {expected}")
-        self._search = Search(config.prompt, config.beams, config.tokens_max or half, self._segments)
+        thresholds = config.no_speech_threshold, config.logprob_threshold
+        self._search = Search(config.prompt, config.beams, config.tokens_max or half, self._segments, *thresholds)
         self._items_max = max(context.items_max, 1)
 
     def warm_up(self) -> None:
         silence = self._recording(np.zeros(min(AUDIO_HZ, self._window), np.float32), None, None)
         if isinstance(silence, Recording):
-            self._decoder(replace(self._search, tokens_max=2)).decode([silence])
+            self._decoder(replace(self._search, tokens_max=2, no_speech_threshold=None)).decode([silence])
 
     def run(self, batch: Batch) -> Outputs:
         wishes = zip(batch["audio"], batch.get("language"), batch.get("task"), strict=True)
@@ -315,6 +322,11 @@ def _check_options(config: WhisperConfig) -> None:
         raise ConfigError("beams", f"{config.beams}", "a count from 1")
     if config.timestamps not in TIMESTAMPS:
         raise ConfigError("timestamps", f"{config.timestamps!r:.40}", f"one of {', '.join(TIMESTAMPS)}")
+    no_speech, logprob = config.no_speech_threshold, config.logprob_threshold
+    if no_speech is not None and not 0 <= no_speech <= 1:
+        raise ConfigError("no_speech_threshold", f"{no_speech}", "a probability from 0 to 1, or null")
+    if logprob is not None and not -math.inf < logprob <= 0:
+        raise ConfigError("logprob_threshold", f"{logprob}", "a log-likelihood of at most 0, or null")
 
 
 def _answer(recording: Recording, timestamps: str) -> dict[str, Any]:

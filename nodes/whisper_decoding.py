@@ -5,9 +5,9 @@ A row of a batch has the language and the task of its recording. A recording's l
 The network is one of openai-whisper (`whisper_torch.py`) or of CTranslate2 (`whisper_ctranslate2.py`).
 
 Segments follow openai-whisper's `transcribe` with temperature 0 and without the previous window's text, on each window
-alone: a window is decoded again from the end of its last complete segment. Two rules differ. A rest without speech
-(`has_speech`) or shorter than 0.1 s is not decoded, and a window is decoded as often as it has seconds, or DECODES
-times, at most.
+alone: a window is decoded again from the end of its last complete segment, and what was decoded of a window without
+speech is left out (`is_silence`), with and without segments. Two rules differ. A rest without speech (`has_speech`) or
+shorter than 0.1 s is not decoded, and a window is decoded as often as it has seconds, or DECODES times, at most.
 """
 
 from __future__ import annotations
@@ -109,18 +109,21 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How a window's tokens are searched.
+    """How a window's tokens are searched, and which of them are left out as silence.
 
     prompt:     text before the recording.
     beams:      width of the beam search; 1 is greedy.
     tokens_max: most tokens, at most half of the text context.
     timestamps: the model writes timestamp tokens.
+    no_speech_threshold, logprob_threshold: those of `is_silence`.
     """
 
     prompt: str
     beams: int
     tokens_max: int
     timestamps: bool
+    no_speech_threshold: float | None = None
+    logprob_threshold: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,17 @@ class Found:
     text: str
     no_speech_prob: float
     avg_logprob: float
+
+
+def is_silence(found: Found, search: Search) -> bool:
+    """Return True for a window without speech, by the rule of openai-whisper's `transcribe`.
+
+    Its no_speech_prob is above `no_speech_threshold`, and its avg_logprob not above `logprob_threshold`. Without the
+    first threshold no window is silence; without the second one the first decides alone.
+    """
+    if search.no_speech_threshold is None or not found.no_speech_prob > search.no_speech_threshold:
+        return False
+    return search.logprob_threshold is None or not found.avg_logprob > search.logprob_threshold
 
 
 class Network(Protocol):
@@ -251,6 +265,9 @@ class WindowDecoder:
 
     def _store(self, window: Window, states: Any, result: Found) -> bool:
         """Add a result to its window; return whether a rest of it is to be decoded."""
+        if is_silence(result, self._search):
+            window.mel = None
+            return False
         if not self._timed:
             whole = {"start": 0.0, "end": (window.end - window.start) / AUDIO_HZ, "text": result.text}
             window.text, window.segments = result.text, [_segment(window, whole, result)]

@@ -19,7 +19,7 @@ import whisper
 
 from benchmarks.whisper_conversion import convert, tokenizer
 from tests.nodes.model_files import broken
-from tests.nodes.test_whisper_decoding import DIMS, EXAMPLES, MODEL, made, noise, opened
+from tests.nodes.test_whisper_decoding import DIMS, EXAMPLES, MODEL, QUESTION, made, noise, opened, sounds
 from weftline.errors import ModelError
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -119,6 +119,18 @@ def test_the_bundled_model_in_int8_hears_the_question_without_torch(tmp_path: Pa
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     words = [" How", " many", " red", " circles", " are", " there?"]
     assert done.stdout.strip() == f"How many red circles are there? {words}", done.stderr
+
+
+@pytest.mark.parametrize("timestamps", ["none", "segment", "word"])
+def test_windows_without_speech_have_no_text(tmp_path: Path, timestamps: str) -> None:
+    convert(whisper.load_model(str(MODEL / "model.pt"), device="cpu"), tmp_path / "ct2")
+    options: dict[str, Any] = {"timestamps": timestamps, "timestamp_tokens": False, "vad": timestamps == "word"}
+    question, silence, faint, _, both = sounds()
+    answer = fast(tmp_path, **options).run(Batch({"audio": [question, silence, faint, both]}))
+    assert answer["text"] == [QUESTION, "", "", QUESTION]
+    assert [len(segments) for segments in answer["segments"]] == [1, 0, 0, 1]
+    kept = fast(tmp_path, no_speech_threshold=None, **options).run(Batch({"audio": [silence]}))
+    assert kept["text"] == ["What is the weather"] and kept["segments"][0][0]["no_speech"] > 0.9
 
 
 def test_the_tokens_that_are_never_written_are_those_of_openai_whisper(folder: Path) -> None:

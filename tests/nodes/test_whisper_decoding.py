@@ -17,7 +17,7 @@ from whisper.model import ModelDimensions
 
 from weftline.errors import InputError
 from weftline.nodes.audio import decode_audio
-from weftline.nodes.contract import Batch, OpenContext
+from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.ports import AUDIO_HZ
 from weftline.nodes.voice_activity import Span, speech_regions, speech_windows
 from weftline.nodes.whisper import Whisper, WhisperConfig
@@ -81,10 +81,10 @@ def reference(folder: Path, samples: np.ndarray, words: bool, **options: Any) ->
     with pytest.MonkeyPatch.context() as patch:  # its windows have 30 s
         patch.setattr(module, "N_FRAMES", frames)
         patch.setattr(module, "N_SAMPLES", frames * 160)
+        settings = {"no_speech_threshold": None, "logprob_threshold": None, **options}
         found: dict[str, Any] = whisper.transcribe(
             network, samples, word_timestamps=words, temperature=0.0, condition_on_previous_text=False,
-            no_speech_threshold=None, compression_ratio_threshold=None, logprob_threshold=None, fp16=False,
-            max_initial_timestamp=3000 / frames, **options,
+            compression_ratio_threshold=None, fp16=False, max_initial_timestamp=3000 / frames, **settings,
         )  # fmt: skip
     return found
 
@@ -315,6 +315,55 @@ def test_the_bundled_model_finds_questions_between_pauses() -> None:
     for segment, begin in zip(answer["segments"][0], (6.0, 18.0 + seconds), strict=True):
         assert begin - 0.5 < segment["start"] < segment["end"] < begin + seconds + 0.5
     assert answer["srt"][0].count(" --> ") == answer["vtt"][0].count(" --> ") == 2
+
+
+def sounds() -> list[np.ndarray]:
+    """Return a question, silence, faint noise, the question 50 dB quieter, and the question before 18 s of silence."""
+    question = decode_audio((EXAMPLES / "data" / "question.wav").read_bytes())
+    silence = np.zeros(18 * AUDIO_HZ, np.float32)
+    faint = np.random.default_rng(0).normal(0, 0.01, 2 * AUDIO_HZ).astype(np.float32)
+    return [question, silence[: 2 * AUDIO_HZ], faint, question * 0.003, np.concatenate([question, silence])]
+
+
+QUESTION = "How many red circles are there?"
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "vad"), [("none", True), ("none", False), ("segment", True), ("segment", False), ("word", True)]
+)
+def test_windows_without_speech_have_no_text(timestamps: str, vad: bool) -> None:
+    node = Whisper(WhisperConfig(str(MODEL), timestamps=timestamps, timestamp_tokens=False, vad=vad))
+    node.open(OpenContext(EXAMPLES, items_max=4))
+    answer = node.run(Batch({"audio": sounds()}))
+    heard = [text for place, text in enumerate(answer["text"]) if place != 3]
+    assert heard == [QUESTION, "", "", QUESTION] and "shapes" in answer["text"][3]
+    assert [len(segments) for segments in answer["segments"]][:3] == [1, 0, 0]
+    assert len(answer["segments"][4]) == 1
+    if timestamps != "none":
+        assert (answer["srt"][1], answer["vtt"][1]) == ("", "WEBVTT\n")
+
+
+@pytest.mark.parametrize(
+    ("no_speech", "logprob", "silent"), [(0.6, -1.0, True), (None, -1.0, False), (0.99, -1.0, False), (0.6, -2.0, False),
+                                         (0.6, None, True)],
+)  # fmt: skip
+def test_thresholds_of_silence_are_those_of_transcribe(
+    no_speech: float | None, logprob: float | None, silent: bool
+) -> None:
+    samples = sounds()[1]
+    options = {"no_speech_threshold": no_speech, "logprob_threshold": logprob}
+    node = Whisper(WhisperConfig(str(MODEL), timestamps="segment", timestamp_tokens=False, vad=False, **options))
+    node.open(OpenContext(EXAMPLES))
+    [text] = node.run(Batch({"audio": [samples]}))["text"]
+    wanted = reference(MODEL, samples, False, without_timestamps=True, language="en", **options)
+    assert text == wanted["text"].strip() and (text == "") == silent
+
+
+@pytest.mark.parametrize(("option", "value"), [("no_speech_threshold", 1.5), ("logprob_threshold", 1.0),
+                                               ("no_speech_threshold", float("nan"))])  # fmt: skip
+def test_thresholds_that_are_no_likelihoods_are_refused(option: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Whisper.ports(WhisperConfig(str(MODEL), **{option: value}), StepContext(EXAMPLES))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

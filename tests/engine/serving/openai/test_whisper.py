@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -70,6 +71,24 @@ def test_subtitles_have_a_cue_for_each_question(client: openai.OpenAI) -> None:
     for format in ("srt", "vtt"):
         text = client.audio.transcriptions.create(model="ears", file=long_recording("WAV"), response_format=format)
         assert text.count(" --> ") == text.count(QUESTION) == 2
+
+
+@pytest.mark.parametrize("seconds", [2, 30])
+def test_silence_has_no_transcript_in_any_format(client: openai.OpenAI, seconds: int) -> None:
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(seconds * 16_000, np.float32), 16_000, format="WAV")
+    for format, wanted in {"text": "", "srt": "", "vtt": "WEBVTT\n"}.items():
+        found: Any = client.audio.transcriptions.create(
+            model="ears",
+            file=("a.wav", out.getvalue()),
+            response_format=format,  # type: ignore[call-overload]
+        )
+        assert found.strip() == wanted.strip()
+    verbose = client.audio.transcriptions.create(
+        model="ears", file=("a.wav", out.getvalue()), response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )  # fmt: skip
+    assert (verbose.text, verbose.segments, verbose.words) == ("", [], [])
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")
