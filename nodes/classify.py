@@ -22,15 +22,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.errors import ModelError
+from weftline.errors import InputError, ModelError
 from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, port
 from weftline.nodes.contract import model_error
 from weftline.nodes.device_tensors import offload
 from weftline.nodes.hugging_face import (
     OWN_NODE,
     SEQUENCE_CLASSIFICATION,
-    Rows,
-    TextTokens,
     check_folder,
     check_kind,
     find_config,
@@ -45,10 +43,16 @@ from weftline.nodes.model_file import find_model
 from weftline.nodes.onnx_file import OnnxFile, read_onnx
 from weftline.nodes.onnx_session import open_session
 from weftline.nodes.precision import check_precision, computing_in, round_weights
+from weftline.nodes.text_tokens import SIDES, WINDOWS, Overflow, Rows, TextTokens, check_overflow, of_fitting
 
 LABELS_MAX = 10_000
 LABELS_DEFAULT = 2
 """Default number of labels of a transformers model."""
+CONFIDENCE = port("confidence", "json", about="probability of the likeliest label, from 0 to 1")
+"""Output of every task whose answer is the likeliest label."""
+
+_OUTPUTS = ("label", "confidence", "scores")
+
 ROWS_MAX = 64
 """Most rows in one call of the model: a long text has many windows, and their memory is needed all at once."""
 
@@ -59,16 +63,27 @@ class TextClassifier(ABC):
     def __init__(self, labels: tuple[str, ...], tokens: TextTokens, independent: bool) -> None:
         self.labels, self._tokens, self._independent = labels, tokens, independent
 
-    def probabilities(self, texts: Sequence[str], windows_max: int = 1) -> np.ndarray:
-        """Return float32 [texts, labels]. A text longer than the model's limit is truncated, or with `windows_max`
-        above 1 split into that many windows, and each label has its largest probability in any of them."""
-        rows = self._tokens.rows(texts, windows_max)
+    def largest(self, texts: Sequence[str]) -> np.ndarray:
+        """Return float32 [texts, labels]: the largest probability of each label in any window of a text."""
+        rows = self._tokens.windows(texts)
+        return joined(self._probabilities(rows), rows.owner, largest=True)
+
+    def probabilities(self, texts: Sequence[str], overflow: str = "error") -> list[np.ndarray | InputError]:
+        """Return float32 [labels] for each text, or the error of one that is too long.
+
+        overflow: 'error', 'end', 'start', or 'windows': all of a text counts, see `joined`.
+        """
+        if overflow == WINDOWS:
+            rows = self._tokens.windows(texts)
+            return [*joined(self._probabilities(rows), rows.owner, largest=self._independent)]
+        encoded = self._tokens.encode(texts, [Overflow(overflow)] * len(texts))
+        return of_fitting(encoded, lambda fitting: [*self._probabilities(self._tokens.rows(fitting))])
+
+    def _probabilities(self, rows: Rows) -> np.ndarray:
+        """Return float32 [rows, labels]."""
         parts = range(0, len(rows.owner), ROWS_MAX)
         logits = np.concatenate([self._logits(rows.part(start, start + ROWS_MAX)) for start in parts])
-        by_row = to_probabilities(logits.astype(np.float32), self._independent)
-        found = np.zeros((len(texts), by_row.shape[1]), np.float32)
-        np.maximum.at(found, np.array(rows.owner, np.int64), by_row)
-        return found
+        return to_probabilities(logits.astype(np.float32), self._independent)
 
     def sleep(self, keep: str) -> bool:
         """Release the device's memory until `wake`; return False if unsupported. See Node.sleep."""
@@ -136,6 +151,21 @@ class _TorchClassifier(TextClassifier):
                 found = self._network(input_ids=ids, attention_mask=mask).logits
             logits: np.ndarray = found.float().cpu().numpy()
             return logits
+
+
+def joined(rows: np.ndarray, owner: Sequence[int], largest: bool) -> np.ndarray:
+    """Return float32 [texts, labels] of the windows of texts, float32 [rows, labels].
+
+    owner:   the text of each row, ascending, each text at least once.
+    largest: a label has its largest value in any window of a text; otherwise the mean of its windows.
+    """
+    starts = np.flatnonzero(np.diff(np.array(owner), prepend=-1))
+    if largest:
+        found: np.ndarray = np.maximum.reduceat(rows, starts, axis=0)
+        return found
+    counts = np.diff(np.append(starts, len(owner)))
+    means: np.ndarray = np.add.reduceat(rows, starts, axis=0) / counts[:, None].astype(np.float32)
+    return means
 
 
 def is_onnx(model: str, base_dir: Path) -> bool:
@@ -250,6 +280,16 @@ def independent(config: Mapping[str, Any]) -> bool:
     return config.get("problem_type") == "multi_label_classification"
 
 
+def confidence(row: np.ndarray) -> float:
+    """Return the value of output `confidence` for float32 [labels] probabilities."""
+    return round(float(row.max()), 6)
+
+
+def columns(answers: Sequence[Mapping[str, Any] | Exception], names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the outputs `names` of a batch; an item's error is its value of every output."""
+    return {name: [one if isinstance(one, Exception) else one[name] for one in answers] for name in names}
+
+
 def to_probabilities(logits: np.ndarray, independent: bool) -> np.ndarray:
     """Return the sigmoid of each logit where labels are independent, else the softmax of each row."""
     if independent:
@@ -268,17 +308,21 @@ class ClassifyConfig:
            classification model of transformers as a folder or hub name: safetensors only, no code from the model. It
            has two labels or more, of single texts; where they do not exclude each other (problem_type
            multi_label_classification) scores are those of each label alone.
+    overflow:  a text with more tokens than the model reads: 'error' fails its item, 'end' and 'start' cut it there,
+           'windows' reads all of it in windows that overlap by a quarter: a label has the mean of its probabilities, or
+           the largest one where labels do not exclude each other.
     precision: number format of a transformers model: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'.
            Compared with float32 on the CPU, with random weights of BERT and DistilBERT, all labels were the same;
            probabilities moved by at most 2e-4 in bfloat16 and 3e-5 in float16. TF32 was not measured.
     """
 
     model: str
+    overflow: str = "error"
     precision: str = "float32"
 
 
 class Classify(BatchNode):
-    """Assigns a text its most likely label. A text longer than the model's limit is classified by its start."""
+    """Assigns a text its most likely label."""
 
     Config: ClassVar[type[Any]] = ClassifyConfig
     extra: ClassVar[str] = "llm"
@@ -290,6 +334,7 @@ class Classify(BatchNode):
     @classmethod
     def ports(cls, config: ClassifyConfig, step: StepContext) -> Ports:
         check_precision(config.precision)
+        check_overflow(config.overflow, (*SIDES, WINDOWS))
         labels = check_classifier(config.model, step.base_dir, "model")
         if config.precision != "float32" and is_onnx(config.model, step.base_dir):
             found = f"{config.precision}, but {config.model} is an ONNX model, whose file says what it computes in"
@@ -301,6 +346,7 @@ class Classify(BatchNode):
             inputs=(port("text", "text"),),
             outputs=(
                 port("label", "text", about="the likeliest label"),
+                CONFIDENCE,
                 port("scores", "json", about="probability of each label"),
             ),
         )
@@ -316,10 +362,13 @@ class Classify(BatchNode):
         self._opened.probabilities(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
+        found = self._opened.probabilities(batch["text"], self.config.overflow)
+        return columns([one if isinstance(one, InputError) else self._answer(one) for one in found], _OUTPUTS)
+
+    def _answer(self, row: np.ndarray) -> dict[str, Any]:
         labels = self._opened.labels
-        found = self._opened.probabilities(batch["text"])
-        scores = [{label: round(float(p), 6) for label, p in zip(labels, row, strict=True)} for row in found]
-        return {"label": [labels[int(row.argmax())] for row in found], "scores": scores}
+        scores = {label: round(float(p), 6) for label, p in zip(labels, row, strict=True)}
+        return {"label": labels[int(row.argmax())], "confidence": confidence(row), "scores": scores}
 
     @classmethod
     def can_rest(cls, config: ClassifyConfig, step: StepContext) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from weftline.errors import InputError
 from weftline.node import (
     Batch,
     BatchNode,
@@ -20,12 +21,11 @@ from weftline.node import (
     port,
 )
 from weftline.nodes.contract import model_error
-from weftline.nodes.device_tensors import offload
+from weftline.nodes.device_tensors import as_array, offload
 from weftline.nodes.hugging_face import (
     LANGUAGE_MODEL,
     MASKED_LM,
     NO_HEAD,
-    TextTokens,
     check_folder,
     check_kind,
     fetch_folder,
@@ -40,6 +40,17 @@ from weftline.nodes.hugging_face import (
 from weftline.nodes.model_file import find_model, load_weights
 from weftline.nodes.precision import check_precision, computing_in, round_weights
 from weftline.nodes.sentence_head import FILES, MODULES, POOLINGS, SETTINGS, Dense, SentenceHead, read_head
+from weftline.nodes.text_tokens import (
+    OVERFLOW_ABOUT,
+    USAGE_ABOUT,
+    Encoded,
+    Overflow,
+    TextTokens,
+    check_overflow,
+    of_fitting,
+    read_overflow,
+    usage_of,
+)
 from weftline.shm.device.names import is_gpu
 
 if TYPE_CHECKING:
@@ -68,6 +79,8 @@ class EmbedConfig:
     prompt:    name of one of the model's prompts, in its config_sentence_transformers.json ('query'): the text before
                every input. Default: the model's own default prompt, if it has one.
     prefix:    text before every input, as some models were trained with ('query: '), instead of a prompt of the model.
+    overflow:  a text with more tokens than the model reads: 'error' fails its item, 'end' and 'start' cut it there. The
+               optional input `overflow` overrides it.
     precision: number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; embeddings
                are float32 in all. Compared with float32 on the CPU, with random weights of BERT, MPNet, RoBERTa and T5,
                embeddings moved by a cosine distance of at most 2e-5 in bfloat16 and 4e-7 in float16, where texts are
@@ -80,6 +93,7 @@ class EmbedConfig:
     dimensions: int | None = None
     prompt: str | None = None
     prefix: str | None = None
+    overflow: str = "error"
     precision: str = "float32"
 
 
@@ -107,6 +121,7 @@ class Embed(BatchNode):
         if config.pooling is not None and config.pooling not in POOLINGS:
             raise ConfigError("pooling", f"{config.pooling!r:.40}", f"one of {', '.join(POOLINGS)}")
         check_precision(config.precision)
+        check_overflow(config.overflow)
         if config.dimensions is not None and config.dimensions < 1:
             raise ConfigError("dimensions", f"{config.dimensions}", "a number from 1")
         if config.prompt is not None and config.prefix is not None:
@@ -115,7 +130,10 @@ class Embed(BatchNode):
         width = "D" if folder is None else _checked_width(config, folder, step.base_dir)
         _check_dimensions(config, width)
         type = f"float32[{config.dimensions or width}]"
-        return Ports(inputs=(port("text", "text"),), outputs=(port("embedding", type),))
+        return Ports(
+            inputs=(port("text", "text"), port("overflow", "json", optional=True, about=OVERFLOW_ABOUT)),
+            outputs=(port("embedding", type), port("usage", "json", about=USAGE_ABOUT)),
+        )
 
     @classmethod
     def plan_notes(cls, config: EmbedConfig, step: StepContext) -> Sequence[str]:
@@ -159,12 +177,16 @@ class Embed(BatchNode):
         self._layers = [_layer(one, folder, model, self._device) for one in self._head.dense if folder is not None]
 
     def warm_up(self) -> None:
-        self._embed(["warm-up"])
+        of_fitting(self._tokens.encode(["warm-up"], [Overflow("end")]), lambda fitting: [*self._embed(fitting)])
 
     def run(self, batch: Batch) -> Outputs:
         texts = [self._head.prefix + text for text in batch["text"]]
-        found = self._embed([text.lower() for text in texts] if self._head.lower else texts)
-        return {"embedding": placed(batch, "embedding", found, self._on_device)}
+        rules = [read_overflow(one, Overflow(self.config.overflow)) for one in batch.get("overflow")]
+        encoded = self._tokens.encode([text.lower() for text in texts] if self._head.lower else texts, rules)
+        return {
+            "embedding": self._embeddings(batch, encoded),
+            "usage": of_fitting(encoded, lambda fitting: [usage_of([one]) for one in fitting]),
+        }
 
     def sleep(self, keep: str) -> bool:
         if keep != "host":
@@ -180,7 +202,15 @@ class Embed(BatchNode):
     def close(self) -> None:
         self._network = self._layers = None
 
-    def _embed(self, texts: list[str]) -> torch.Tensor:
+    def _embeddings(self, batch: Batch, encoded: Sequence[Encoded | InputError]) -> Any:
+        """Return the values of output `embedding`: one tensor, or a list where items have failed."""
+        fitting = [one for one in encoded if isinstance(one, Encoded)]
+        if len(fitting) == len(encoded):
+            return placed(batch, "embedding", self._embed(fitting), self._on_device)
+        found = of_fitting(encoded, lambda fitting: [*self._embed(fitting)])
+        return [one if isinstance(one, InputError) or self._on_device else as_array(one) for one in found]
+
+    def _embed(self, texts: Sequence[Encoded]) -> torch.Tensor:
         """Return float32 [texts, D] on the network's device."""
         import torch
 

@@ -32,9 +32,6 @@ from weftline.nodes.guardrail_verdict import ON_VIOLATION, HoldBack, Policy, jud
 SAFE = "safe"
 """The classifier's label for harmless texts; it is not a category."""
 
-WINDOWS_MAX = 4_096
-"""Most classifier windows of a long text: enough for `chars_max`, so that the end is classified too."""
-
 RULES_MAX = 1_000
 
 
@@ -105,7 +102,7 @@ class Guardrail(BatchNode, StreamNode):
 
     def warm_up(self) -> None:
         if self._classifier:
-            self._classifier.probabilities(["warm-up"])
+            self._classifier.largest(["warm-up"])
 
     def run(self, batch: Batch) -> Outputs:
         limit = self.config.chars_max
@@ -200,10 +197,10 @@ class Guardrail(BatchNode, StreamNode):
         return [judge(text, self._policy, self._rules, row) for text, row in zip(texts, rows, strict=True)]
 
     def _scores(self, texts: list[str]) -> list[dict[str, float]]:
-        """Return the classifier's probabilities by label for each text; empty without a classifier."""
+        """Return the classifier's probabilities by label for all of each text; empty without a classifier."""
         if not self._classifier or not texts:
             return [{} for _ in texts]
-        found = self._classifier.probabilities(texts, WINDOWS_MAX)
+        found = self._classifier.largest(texts)
         return [dict(zip(self._classifier.labels, map(float, row), strict=True)) for row in found]
 
 

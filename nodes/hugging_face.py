@@ -1,7 +1,4 @@
-"""Loading of Hugging Face models: local folder or hub name, safetensors only, no remote code; and their tokenisers.
-
-Texts are tokenised into padded batches. Long texts become overlapping windows.
-"""
+"""Loading of Hugging Face models: local folder or hub name, safetensors only, no remote code; and their tokenisers."""
 
 from __future__ import annotations
 
@@ -14,75 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model
+from weftline.nodes.text_tokens import TextTokens
 
 FILE_BYTES_MAX = 64 << 20
 """Largest accepted tokenizer.json; the largest multilingual ones are about 20 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Padded rows. ids, mask: int64 [rows, tokens], mask 1 at real tokens. owner: which text each row belongs to."""
-
-    ids: np.ndarray
-    mask: np.ndarray
-    owner: tuple[int, ...]
-
-    def part(self, start: int, end: int) -> Rows:
-        """Return the rows from `start` to before `end`."""
-        return Rows(self.ids[start:end], self.mask[start:end], self.owner[start:end])
-
-
-class TextTokens:
-    """A tokenizer of the `tokenizers` library with the model's limit on tokens.
-
-    pad:   the padding token.
-    types: the model's inputs have token_type_ids.
-    side:  end of a pair's texts that truncation cuts, 'right' or 'left'; single texts are cut on the right.
-    """
-
-    def __init__(self, tokenizer: Any, tokens_max: int, pad: int, types: bool = False, side: str = "right") -> None:
-        self._tokenizer, self._tokens_max, self.pad, self.types = tokenizer, tokens_max, pad, types
-        self._side = side
-        tokenizer.no_padding()
-
-    def pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Return the ids and token types of each pair of texts.
-
-        A pair above the limit is truncated token by token at `side` of its longer text.
-        """
-        self._tokenizer.enable_truncation(self._tokens_max, strategy="longest_first", direction=self._side)
-        found = self._tokenizer.encode_batch(list(pairs))
-        return [(one.ids or [self.pad], one.type_ids or [0]) for one in found]
-
-    def rows(self, texts: Sequence[str], windows_max: int = 1) -> Rows:
-        """Return `texts` as rows: one for each, or for a long text up to `windows_max` that overlap by a quarter.
-
-        Text beyond the last window is dropped.
-        """
-        stride = self._tokens_max // 4 if windows_max > 1 else 0
-        self._tokenizer.enable_truncation(self._tokens_max, stride=stride)
-        lists: list[list[int]] = []
-        owner: list[int] = []
-        for place, encoded in enumerate(self._tokenizer.encode_batch(list(texts))):
-            windows = [encoded, *encoded.overflowing][:windows_max]
-            lists += [window.ids or [self.pad] for window in windows]
-            owner += [place] * len(windows)
-        return Rows(*pad_rows(lists, self.pad), tuple(owner))
-
-
-def pad_rows(lists: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return lists as int64 [rows, tokens], padded at their ends, and the mask: 1 at tokens, 0 at padding."""
-    longest = max(map(len, lists), default=1)
-    ids = np.full((len(lists), longest), pad, np.int64)
-    mask = np.zeros((len(lists), longest), np.int64)
-    for row, tokens in enumerate(lists):
-        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    return ids, mask
 
 
 def load_tokenizer(folder: Path, shown: str) -> Any:
@@ -460,7 +395,7 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
         raise ModelError(f"{model} has no tokenizer.json")
     types = "token_type_ids" in tokenizer.model_input_names
     pad = (tokenizer.pad_token_id or 0) if pad is None else pad
-    return TextTokens(fast, tokens_max, pad, types, tokenizer.truncation_side)
+    return TextTokens(fast, tokens_max, pad, types)
 
 
 def tokens_limit(config: dict[str, Any], tokens_max: int = TOKENS_MAX) -> int:

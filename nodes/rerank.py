@@ -9,22 +9,22 @@ little, however unlike the passages are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from weftline.errors import InputError
 from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, port
-from weftline.nodes.classify import is_cross_encoder, labels_of
+from weftline.nodes.classify import columns, is_cross_encoder, labels_of
 from weftline.nodes.contract import model_error
 from weftline.nodes.device_tensors import offload
 from weftline.nodes.hugging_face import (
     OWN_NODE,
     SEQUENCE_CLASSIFICATION,
     TOKENS_MAX,
-    TextTokens,
     check_folder,
     check_kind,
     fetch_folder,
@@ -32,18 +32,31 @@ from weftline.nodes.hugging_face import (
     hub_notes,
     load_network,
     load_tokens,
-    pad_rows,
     read_config,
     tokens_limit,
 )
 from weftline.nodes.out_of_memory import is_out_of_memory
 from weftline.nodes.precision import check_precision, computing_in, round_weights
 from weftline.nodes.sentence_head import FILES, PAIR_ACTIVATIONS, PairHead, read_pair_head
+from weftline.nodes.text_tokens import (
+    OVERFLOW_ABOUT,
+    USAGE_ABOUT,
+    Encoded,
+    Overflow,
+    TextTokens,
+    check_overflow,
+    pad_rows,
+    read_overflow,
+    usage_of,
+)
 
 ACTIVATIONS = tuple(PAIR_ACTIVATIONS.values())
 PAIRS_MAX = 4096
 CALL_TOKENS_MAX = 32 * TOKENS_MAX
 """Most tokens of one call of the model, padding included; one pair may have more."""
+
+Item = tuple[str, Sequence[str], Overflow | InputError]
+"""Query and passages of a request, and its rule for pairs that are too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class RerankConfig:
                 classification model with one label; safetensors only, no code from the model.
     activation: of the score: 'sigmoid' (from 0 to 1) or 'none' (the model's own number, whose order is the same).
                 Default: that of the model's files, else 'sigmoid', as in sentence-transformers.
+    overflow:   a pair of query and passage with more tokens than the model reads: 'error' fails its item, 'end' and
+                'start' cut it there, token by token in its longer text. The optional input `overflow` overrides it.
     precision:  number format of the network: 'float32', 'tf32' (GPUs only), 'bfloat16' or 'float16'; scores are
                 float32 in all. Compared with float32 on the CPU, with random weights of BERT and RoBERTa, scores with a
                 sigmoid moved by at most 3e-3 in bfloat16 and 4e-4 in float16, where those of passages spread over 0.1
@@ -63,16 +78,13 @@ class RerankConfig:
 
     model: str
     activation: str | None = None
+    overflow: str = "error"
     precision: str = "float32"
     pairs_max: int = 32
 
 
 class Rerank(BatchNode):
-    """Scores passages against a query with a cross-encoder: float32[N], in the order of the passages.
-
-    A pair longer than the model's limit loses tokens at the end of its longer text, until both are of one length, and
-    then of both.
-    """
+    """Scores passages against a query with a cross-encoder: float32[N], in the order of the passages."""
 
     Config: ClassVar[type[Any]] = RerankConfig
     extra: ClassVar[str] = "llm"
@@ -90,6 +102,7 @@ class Rerank(BatchNode):
         if config.activation is not None and config.activation not in ACTIVATIONS:
             raise ConfigError("activation", f"{config.activation!r:.40}", f"one of {', '.join(ACTIVATIONS)}")
         check_precision(config.precision)
+        check_overflow(config.overflow)
         if not 1 <= config.pairs_max <= PAIRS_MAX:
             raise ConfigError("pairs_max", f"{config.pairs_max}", f"a number from 1 to {PAIRS_MAX}")
         folder = find_folder(config.model, step.base_dir)
@@ -97,8 +110,15 @@ class Rerank(BatchNode):
             _checked_head(config, folder)
             check_folder(config.model, step.base_dir, "AutoModelForSequenceClassification")
         return Ports(
-            inputs=(port("query", "text"), port("passages", "list[text]")),
-            outputs=(port("scores", "float32[N]", about="relevance of each passage, in their order"),),
+            inputs=(
+                port("query", "text"),
+                port("passages", "list[text]"),
+                port("overflow", "json", optional=True, about=OVERFLOW_ABOUT),
+            ),
+            outputs=(
+                port("scores", "float32[N]", about="relevance of each passage, in their order"),
+                port("usage", "json", about=USAGE_ABOUT),
+            ),
         )
 
     @classmethod
@@ -126,19 +146,20 @@ class Rerank(BatchNode):
         self._types = self._tokens.types and type(types) is int and types > 1
 
     def warm_up(self) -> None:
-        self._scores([("warm-up", "warm-up")])
+        self.run(Batch({"query": ["warm-up"], "passages": [["warm-up"]]}))
 
     def run(self, batch: Batch) -> Outputs:
-        items = list(zip(batch["query"], batch["passages"], strict=True))
+        rules = [read_overflow(one, Overflow(self.config.overflow)) for one in batch.get("overflow")]
+        items = list(zip(batch["query"], batch["passages"], rules, strict=True))
         try:
-            return {"scores": self._scores_of(items)}
+            answers: Sequence[Mapping[str, Any] | Exception] = self._answers(items)
         except Exception as error:
             if len(items) == 1 or is_out_of_memory(error):
                 raise
-            found = [self._alone(query, passages) for query, passages in items]
-            if all(isinstance(one, Exception) for one in found):
+            answers = [self._alone(item) for item in items]
+            if not any(isinstance(one, Mapping) for one in answers):
                 raise
-            return {"scores": found}
+        return columns(answers, ("scores", "usage"))
 
     def sleep(self, keep: str) -> bool:
         if keep != "host":
@@ -152,39 +173,58 @@ class Rerank(BatchNode):
     def close(self) -> None:
         self._network = None
 
-    def _alone(self, query: str, passages: Sequence[str]) -> np.ndarray | Exception:
-        """Return the scores of one item of a batch that failed, or the error of that item."""
+    def _alone(self, item: Item) -> Mapping[str, Any] | Exception:
+        """Return the outputs for one item of a batch that failed, or the error of that item."""
         try:
-            return self._scores_of([(query, passages)])[0]
+            return self._answers([item])[0]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return error
 
-    def _scores_of(self, items: Sequence[tuple[str, Sequence[str]]]) -> list[np.ndarray]:
+    def _answers(self, items: Sequence[Item]) -> list[Mapping[str, Any] | InputError]:
+        """Return the outputs for each item, or the error of one that does not fit."""
+        encoded = [self._encoded(*item) for item in items]
+        scores = iter(self._scores_of([one for one in encoded if not isinstance(one, InputError)]))
+        return [
+            one if isinstance(one, InputError) else {"scores": next(scores), "usage": usage_of(one)} for one in encoded
+        ]
+
+    def _encoded(self, query: str, passages: Sequence[str], rule: Overflow | InputError) -> list[Encoded] | InputError:
+        """Return an item's pairs, or the error of its first pair that does not fit."""
+        if isinstance(rule, InputError):
+            return rule
+        pairs = [(query.lower(), one.lower()) if self._head.lower else (query, one) for one in passages]
+        found: list[Encoded] = []
+        for place, one in enumerate(self._tokens.encode(pairs, [rule] * len(pairs))):
+            if isinstance(one, InputError):
+                return InputError(f"passages[{place}]: {one}", param=one.param)
+            found.append(one)
+        return found
+
+    def _scores_of(self, items: Sequence[Sequence[Encoded]]) -> list[np.ndarray]:
         """Return float32 [passages] for each item."""
-        found = self._scores([(query, passage) for query, passages in items for passage in passages])
-        ends = np.cumsum([len(passages) for _, passages in items])
+        if not items:
+            return []
+        found = self._scores([pair for pairs in items for pair in pairs])
+        ends = np.cumsum([len(pairs) for pairs in items])
         return np.split(found, ends[:-1])
 
-    def _scores(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+    def _scores(self, pairs: Sequence[Encoded]) -> np.ndarray:
         """Return float32 [pairs]."""
-        if self._head.lower:
-            pairs = [(query.lower(), passage.lower()) for query, passage in pairs]
-        encoded = self._tokens.pairs(pairs)
         scores = np.empty(len(pairs), np.float32)
-        for places in calls_of([len(ids) for ids, _ in encoded], self.config.pairs_max):
-            scores[places] = self._call([encoded[place] for place in places])
+        for places in calls_of([len(one.ids) for one in pairs], self.config.pairs_max):
+            scores[places] = self._call([pairs[place] for place in places])
         return scores
 
-    def _call(self, encoded: Sequence[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
+    def _call(self, encoded: Sequence[Encoded]) -> np.ndarray:
         """Return float32 [pairs] of one call of the network."""
         import torch
 
-        ids, mask = pad_rows([ids for ids, _ in encoded], self._tokens.pad)
+        ids, mask = pad_rows([one.ids for one in encoded], self._tokens.pad)
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self._types:
-            inputs["token_type_ids"], _ = pad_rows([types for _, types in encoded], 0)
+            inputs["token_type_ids"], _ = pad_rows([one.types for one in encoded], 0)
         with torch.inference_mode():
             there = {name: torch.from_numpy(value).to(self._device) for name, value in inputs.items()}
             with computing_in(self.config.precision, self._device):

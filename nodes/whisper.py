@@ -63,7 +63,8 @@ class WhisperConfig:
     language:   spoken language, such as 'en'; 'auto': detected for each recording by a multilingual model. The optional
                 input `language` overrides it.
     task:       'transcribe', or 'translate' into English (multilingual models). The optional input `task` overrides it.
-    prompt:     text before the recording: names and spellings to expect.
+    prompt:     text before the recording: names and spellings to expect. Of a longer one than half of the model's text
+                context (224 tokens for published models), its end counts.
     beams:      width of the beam search; 1 is greedy.
     tokens_max: most tokens for one window, at most half of the model's text context; None means that half.
     precision:  number format of the network: 'auto' (float16 on a GPU, float32 on the CPU), 'float32', 'tf32' (GPUs

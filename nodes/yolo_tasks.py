@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from weftline.nodes.classify import CONFIDENCE
 from weftline.nodes.detections import Detections
 from weftline.nodes.letterbox import Fit
 from weftline.nodes.ports import Port, port
@@ -37,6 +38,7 @@ _ORIENTED = port(
 _UPRIGHT = port("detections", "detections", about="upright boxes around the oriented ones, cut at the picture's edges")
 _LABELS = (
     port("label", "text", about="the likeliest label"),
+    CONFIDENCE,
     port("scores", "json", about="the likeliest labels with their probabilities: label, score; highest first"),
 )
 

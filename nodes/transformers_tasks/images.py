@@ -298,11 +298,10 @@ class ZeroShotImageClassification(ImageTask):
         super().__init__(config, model)
         self._labels = config.labels or ()
         template = config.hypothesis or PHOTO
-        tokenizer = model.processor.tokenizer
-        tokens = tokenizer(
-            [template.format(label) for label in self._labels], padding=True, truncation=True,
-            max_length=model.config["text_config"]["max_position_embeddings"], return_tensors="pt",
-        )  # fmt: skip
+        tokens = model.processor.tokenizer(
+            [template.format(label) for label in self._labels], padding=True, return_tensors="pt", verbose=False
+        )
+        self._check_lengths(tokens["attention_mask"].sum(dim=1).tolist())
         self._texts = _unit(model.compute("get_text_features", tokens)).cpu()
 
     @classmethod
@@ -326,6 +325,14 @@ class ZeroShotImageClassification(ImageTask):
             for item, row in zip(items, logits.numpy(), strict=True):
                 rows[item] = row
         return label_outputs(self._labels, to_probabilities(np.stack(rows), False), len(self._labels))
+
+    def _check_lengths(self, tokens: Sequence[int]) -> None:
+        """Raise ModelError for a label that the model cannot read whole. tokens: of each label's sentence."""
+        limit = self.model.config["text_config"]["max_position_embeddings"]
+        for label, count in zip(self._labels, tokens, strict=True):
+            if count > limit:
+                found = f"{label!r:.60} has {count} tokens with its hypothesis"
+                raise ModelError(f"labels: {found}, and {self.model.shown} reads at most {limit}; shorten it")
 
     @property
     def _processor(self) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from weftline.errors import InputError
-from weftline.nodes.classify import independent, probable_labels, to_probabilities
+from weftline.nodes.classify import columns, independent, probable_labels, to_probabilities
 from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
 from weftline.nodes.hugging_face import AUDIO_CLASSIFICATION, CTC, check_tokenizer, read_json
 from weftline.nodes.ports import AUDIO_HZ, Ports, port
 from weftline.nodes.transformers_tasks.task import (
+    LABEL_OUTPUTS,
     Model,
     Task,
     TransformersConfig,
@@ -131,12 +132,9 @@ class AudioClassification(RecordingTask):
         for items, output in self._calls(batch["audio"], self._sound(batch["audio"], answers)):
             rows = to_probabilities(output.logits.float().cpu().numpy(), self._independent)
             found = label_outputs(self._labels, rows, self.config.top_k)
-            for item, label, scores in zip(items, found["label"], found["scores"], strict=True):
-                answers[item] = (label, scores)
-        return {
-            name: [one if isinstance(one, InputError) else one[place] for one in answers]
-            for place, name in enumerate(("label", "scores"))
-        }
+            for place, item in enumerate(items):
+                answers[item] = {name: found[name][place] for name in LABEL_OUTPUTS}
+        return columns(answers, LABEL_OUTPUTS)
 
 
 class SpeechRecognition(RecordingTask):

@@ -8,6 +8,7 @@ from typing import Any
 from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
 from weftline.nodes.hugging_face import TEXT_TO_TEXT
 from weftline.nodes.ports import Ports, port
+from weftline.nodes.text_tokens import check_overflow
 from weftline.nodes.transformers_tasks.task import Model, TransformersConfig
 from weftline.nodes.transformers_tasks.texts import TextTask
 
@@ -21,7 +22,7 @@ class TextToText(TextTask):
     auto_class = "AutoModelForSeq2SeqLM"
     kinds = (TEXT_TO_TEXT,)
     expected = "a T5 model (T5ForConditionalGeneration)"
-    options = ("prefix", "tokens_max")
+    options = ("prefix", "tokens_max", "overflow")
     method = "generate"
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
@@ -32,16 +33,19 @@ class TextToText(TextTask):
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
         if config.tokens_max is not None and not 1 <= config.tokens_max <= 1 << 16:
             raise ConfigError("tokens_max", f"{config.tokens_max}", "a count from 1 to 65536")
+        check_overflow(config.overflow or "error")
         return Ports((port("text", "text"),), (port("text", "text", about=f"the result of the {cls.name}"),))
 
     def warm_up(self) -> None:
-        self._generate(["warm-up"], 2)
+        self._generate([f"{self._prefix}warm-up"], 2)
 
     def run(self, batch: Batch) -> Outputs:
-        return {"text": self._generate(list(batch["text"]), self.config.tokens_max or TOKENS_MAX)}
+        most = self.config.tokens_max or TOKENS_MAX
+        texts = [self._prefix + text for text in batch["text"]]
+        return {"text": self._of_fitting(texts, lambda fitting: self._generate(fitting, most))}
 
     def _generate(self, texts: list[str], tokens_max: int) -> list[str]:
-        encoded = self._encoded([self._prefix + text for text in texts])
+        encoded = self._encoded(texts)
         inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         tokens = self.model(inputs, max_new_tokens=tokens_max)
         found: list[str] = self.model.processor.batch_decode(tokens, skip_special_tokens=True)

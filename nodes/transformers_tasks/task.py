@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weftline.errors import MissingPackage, ModelError
+from weftline.nodes.classify import CONFIDENCE, columns
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, Outputs, StepContext
 from weftline.nodes.device_tensors import as_torch, offload
 from weftline.nodes.grouping import group_by_shape
@@ -69,6 +70,11 @@ class TransformersConfig:
                  {}.' for texts, 'This is a photo of {}.' for pictures.
     multi_label: zero-shot-classification: labels do not exclude each other, and each has a probability of its own;
                  default false.
+    overflow:    text-classification, feature-extraction, summarization, translation: a text with more tokens than the
+                 model reads: 'error' fails its item, 'end' and 'start' cut it there; default 'error'.
+                 text-classification has 'windows' too, which reads all of it in overlapping windows: a label has the
+                 mean of its scores, or the largest one where labels do not exclude each other. The other tasks on texts
+                 always do so.
     threshold:   object-detection, image-segmentation of objects: minimum score; default 0.5 for detections, 0.9 for
                  segments. keypoint-detection: minimum score of a keypoint; default: all keypoints.
     items_max:   keypoint-detection: most objects of a picture, the most confident; default 64.
@@ -91,6 +97,7 @@ class TransformersConfig:
     labels: tuple[str, ...] | None = None
     hypothesis: str | None = None
     multi_label: bool | None = None
+    overflow: str | None = None
     threshold: float | None = None
     items_max: int | None = None
     dataset: int | None = None
@@ -273,18 +280,27 @@ def check_hypothesis(config: TransformersConfig) -> None:
         raise ConfigError("hypothesis", f"{template!r:.80}", "a sentence with {} in the place of a label")
 
 
+LABEL_OUTPUTS = ("label", "confidence", "scores")
+"""Names of `label_ports`."""
+
+
 def label_ports() -> tuple[Port, ...]:
     """Return the outputs of a task whose answer is one of many labels."""
     return (
         port("label", "text", about="the likeliest label"),
+        CONFIDENCE,
         port("scores", "json", about="the likeliest labels with their probabilities: label, score; highest first"),
     )
 
 
 def label_outputs(labels: Sequence[str], rows: np.ndarray, count: int | None) -> Outputs:
     """Return the values of `label_ports` for float32 [items, labels] `rows`: `count` labels, or TOP_K."""
-    scores = [ranked(labels, row, count or TOP_K) for row in rows]
-    return {"label": [found[0]["label"] for found in scores], "scores": scores}
+    return columns([label_answer(ranked(labels, row, count or TOP_K)) for row in rows], LABEL_OUTPUTS)
+
+
+def label_answer(scores: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values of `label_ports` for one item's labels, the likeliest first."""
+    return {"label": scores[0]["label"], "confidence": scores[0]["score"], "scores": scores}
 
 
 def _find_class(task: type[Task], model: str, context: OpenContext) -> str:

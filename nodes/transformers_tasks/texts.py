@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from weftline.errors import InputError, ModelError
-from weftline.nodes.classify import classifier_labels, independent, is_cross_encoder, labels_of, to_probabilities
+from weftline.nodes.classify import (
+    CONFIDENCE,
+    classifier_labels,
+    columns,
+    independent,
+    is_cross_encoder,
+    joined,
+    labels_of,
+    to_probabilities,
+)
 from weftline.nodes.contract import Batch, ConfigError, Outputs, StepContext
 from weftline.nodes.embed import embedding_width
 from weftline.nodes.hugging_face import (
@@ -24,22 +33,28 @@ from weftline.nodes.hugging_face import (
     tokens_limit,
 )
 from weftline.nodes.ports import Ports, port
+from weftline.nodes.text_tokens import SIDES, WINDOWS, Result, check_overflow, too_long
 from weftline.nodes.transformers_tasks.task import (
+    LABEL_OUTPUTS,
     LABELS_MAX,
     ROWS_MAX,
+    TOP_K,
     Model,
     Task,
     TransformersConfig,
     check_hypothesis,
     check_labels,
     check_top_k,
-    label_outputs,
+    label_answer,
     label_ports,
     ranked,
 )
 
 _NO_LIMIT = 1 << 20
 """Tokens from which on a tokenizer's limit means that it has none."""
+
+WINDOW_OVERLAP = 128
+"""Tokens that two windows of a long text share, at most: an answer or an entity is whole in one of them."""
 
 
 class TextTask(Task):
@@ -57,6 +72,7 @@ class TextTask(Task):
         positions, own = tokens_limit(model.config, _NO_LIMIT), min(tokenizer.model_max_length, _NO_LIMIT)
         limit = min(positions, own)
         self._tokens_max = TOKENS_MAX if limit == _NO_LIMIT else limit
+        tokenizer.truncation_side = "left" if config.overflow == "start" else "right"
 
     @classmethod
     def check_files(cls, folder: Path, shown: str) -> None:
@@ -64,7 +80,7 @@ class TextTask(Task):
 
     def _encoded(self, texts: Sequence[Any], pairs: Sequence[str] | None = None, **options: Any) -> Any:
         """Return the tokenizer's encoding of texts, or of texts and `pairs`, padded at the end."""
-        options = {"truncation": True, "max_length": self._tokens_max, **options}
+        options = {"truncation": True, "max_length": self._tokens_max, "verbose": False, **options}
         return self.model.processor(
             list(texts),
             None if pairs is None else list(pairs),
@@ -73,6 +89,33 @@ class TextTask(Task):
             return_tensors="pt",
             **options,
         )
+
+    def _windows(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the encoding of all of each text: overlapping windows of long ones, owned as they are mapped."""
+        return self._encoded(texts, return_overflowing_tokens=True, stride=self._overlap, **options)
+
+    @property
+    def _overlap(self) -> int:
+        """Number of tokens that two windows of a text share."""
+        return min(WINDOW_OVERLAP, self._tokens_max // 4)
+
+    def _of_fitting(
+        self, texts: Sequence[str], compute: Callable[[list[str]], Sequence[Result]]
+    ) -> list[Result | InputError]:
+        """Return the results of `compute` for the texts that fit, by option `overflow`; else their errors."""
+        errors = [self._refusal(tokens) for tokens in self._lengths(texts)]
+        fitting = [text for text, error in zip(texts, errors, strict=True) if error is None]
+        results = iter(compute(fitting) if fitting else ())
+        return [next(results) if error is None else error for error in errors]
+
+    def _lengths(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text, special tokens included."""
+        return [len(ids) for ids in self.model.processor(list(texts), verbose=False)["input_ids"]]
+
+    def _refusal(self, tokens: int) -> InputError | None:
+        if (self.config.overflow or "error") != "error" or tokens <= self._tokens_max:
+            return None
+        return too_long(tokens, self._tokens_max)
 
     def _calls(self, encoded: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the network's output for at most ROWS_MAX rows at a time."""
@@ -96,7 +139,7 @@ class TextClassification(TextTask):
     auto_class = "AutoModelForSequenceClassification"
     kinds = (SEQUENCE_CLASSIFICATION,)
     expected = "a model that classifies texts (...ForSequenceClassification)"
-    options = ("top_k",)
+    options = ("top_k", "overflow")
 
     def __init__(self, config: TransformersConfig, model: Model) -> None:
         super().__init__(config, model)
@@ -110,6 +153,7 @@ class TextClassification(TextTask):
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
         check_top_k(config)
+        check_overflow(config.overflow or "error", (*SIDES, WINDOWS))
         if found is None or not _is_regression(found):
             return Ports((port("text", "text"),), label_ports())
         if config.top_k is not None:
@@ -121,12 +165,20 @@ class TextClassification(TextTask):
         self.run(Batch({"text": ["warm-up"]}))
 
     def run(self, batch: Batch) -> Outputs:
-        encoded = self._encoded(batch["text"])
-        logits = np.concatenate([output.logits.float().cpu().numpy() for output in self._calls(encoded)])
-        if _is_regression(self.model.config):
-            named = [zip(self._labels, row.tolist(), strict=True) for row in logits]
-            return {"scores": [[{"label": label, "score": round(value, 6)} for label, value in row] for row in named]}
-        return label_outputs(self._labels, to_probabilities(logits, independent(self.model.config)), self.config.top_k)
+        answers = self._of_fitting(batch["text"], self._answers)
+        return columns(answers, ("scores",) if _is_regression(self.model.config) else LABEL_OUTPUTS)
+
+    def _answers(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        encoded = self._windows(texts) if self.config.overflow == WINDOWS else self._encoded(texts)
+        rows = np.concatenate([output.logits.float().cpu().numpy() for output in self._calls(encoded)])
+        regression, alone = _is_regression(self.model.config), independent(self.model.config)
+        rows = rows if regression else to_probabilities(rows, alone)
+        if self.config.overflow == WINDOWS:
+            rows = joined(rows, encoded["overflow_to_sample_mapping"].tolist(), largest=alone)
+        if not regression:
+            return [label_answer(ranked(self._labels, row, self.config.top_k or TOP_K)) for row in rows]
+        named = [zip(self._labels, row.tolist(), strict=True) for row in rows]
+        return [{"scores": [{"label": label, "score": round(value, 6)} for label, value in row]} for row in named]
 
 
 class FeatureExtraction(TextTask):
@@ -139,10 +191,12 @@ class FeatureExtraction(TextTask):
     auto_class = "AutoModel"
     kinds = (NO_HEAD, MASKED_LM, LANGUAGE_MODEL)
     expected = "a model that gives states of tokens (...Model)"
+    options = ("overflow",)
     unused = ("pooler.",)
 
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
+        check_overflow(config.overflow or "error")
         width = embedding_width(None if found is None else dict(found), config.model)
         about = "the state of each token, special tokens included; tokens by numbers"
         return Ports((port("text", "text"),), (port("features", f"float32[T, {width}]", about=about),))
@@ -151,10 +205,13 @@ class FeatureExtraction(TextTask):
         self.run(Batch({"text": ["warm-up"]}))
 
     def run(self, batch: Batch) -> Outputs:
-        encoded = self._encoded(batch["text"])
+        return {"features": self._of_fitting(batch["text"], self._features)}
+
+    def _features(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self._encoded(texts)
         lengths = encoded["attention_mask"].sum(dim=1).tolist()
         rows = [row for output in self._calls(encoded) for row in output[0].float().cpu().numpy()]
-        return {"features": [row[:length] for row, length in zip(rows, lengths, strict=True)]}
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
@@ -163,7 +220,8 @@ AGGREGATIONS = ("none", "simple", "first", "average", "max")
 class TokenClassification(TextTask):
     """Labels of tokens, or of the entities that they form.
 
-    Aggregation is that of transformers' own pipeline, whose `postprocess` is called with the rows of the batch.
+    A long text has overlapping windows, and each of its tokens counts in the window with the most context around it.
+    Aggregation is that of transformers' own pipeline, whose `postprocess` is called with all tokens of a text.
     """
 
     name = "token-classification"
@@ -198,18 +256,43 @@ class TokenClassification(TextTask):
         self.run(Batch({"text": ["warm-up"]}))
 
     def run(self, batch: Batch) -> Outputs:
+        encoded = self._windows(batch["text"], return_special_tokens_mask=True)
+        real = (encoded["special_tokens_mask"] == 0) & (encoded["attention_mask"] == 1)
+        rows = [row for output in self._calls(encoded) for row in output.logits.float().cpu()]
+        windows: list[list[np.ndarray]] = [[] for _ in range(len(batch))]
+        for owner, row, kept in zip(encoded["overflow_to_sample_mapping"].tolist(), rows, real, strict=True):
+            windows[owner].append(row[kept].numpy())
+        texts = zip(batch["text"], windows, strict=True)
+        return {"entities": [self._entities(text, whole_row(own, self._overlap)) for text, own in texts]}
+
+    def _entities(self, text: str, logits: np.ndarray) -> list[dict[str, Any]]:
+        """Return the entities of a text. logits: float32 [tokens, labels], without special tokens."""
         import torch
 
-        texts = batch["text"]
-        encoded = self._encoded(texts, return_offsets_mapping=True, return_special_tokens_mask=True)
-        logits = torch.cat([output.logits.float().cpu() for output in self._calls(encoded)])
-        names = ("input_ids", "special_tokens_mask", "offset_mapping")
-        found = []
-        for place, text in enumerate(texts):
-            row = {name: encoded[name][place : place + 1] for name in names}
-            row |= {"logits": logits[place : place + 1], "sentence": text, "is_last": True}
-            found.append([_plain(one) for one in self._pipeline.postprocess([row], self._strategy)])
-        return {"entities": found}
+        row: dict[str, Any] = dict(
+            self.model.processor(
+                [text], return_tensors="pt", return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
+            )
+        )
+        special = row["special_tokens_mask"][0] == 1
+        row["logits"] = torch.zeros((1, len(special), logits.shape[1]))
+        row["logits"][0, ~special] = torch.from_numpy(logits)
+        found = self._pipeline.postprocess([row | {"sentence": text, "is_last": True}], self._strategy)
+        return [_plain(one) for one in found]
+
+
+def whole_row(windows: Sequence[np.ndarray], overlap: int) -> np.ndarray:
+    """Return float32 [tokens, labels] of all tokens of a text, of its windows without special tokens.
+
+    windows: float32 [tokens, labels] each, ascending; each begins `overlap` tokens before the end of the one before. A
+             shared token counts in the window whose other end is farther from it.
+    """
+    parts = []
+    for place, window in enumerate(windows):
+        first = 0 if place == 0 else overlap - overlap // 2
+        last = len(window) if place == len(windows) - 1 else len(window) - overlap // 2
+        parts.append(window[first:last])
+    return np.concatenate(parts)
 
 
 def _plain(entity: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,9 +305,6 @@ ANSWER_TOKENS_MAX = 15
 
 WINDOW_TOKENS_MAX = 384
 """Most tokens of a question and a part of its context: what such models were trained with."""
-
-WINDOW_OVERLAP = 128
-"""Tokens of a context that two windows share, at most half of a window, so that an answer is whole in one of them."""
 
 
 class QuestionAnswering(TextTask):
@@ -305,7 +385,10 @@ HYPOTHESIS = "This example is {}."
 
 
 class ZeroShotClassification(TextTask):
-    """Labels that are named by the step or the request, scored by a model of natural language inference."""
+    """Labels that are named by the step or the request, scored by a model of natural language inference.
+
+    A long text has overlapping windows, and each label counts in the window that entails it most.
+    """
 
     name = "zero-shot-classification"
     auto_class = "AutoModelForSequenceClassification"
@@ -336,6 +419,7 @@ class ZeroShotClassification(TextTask):
             (port("text", "text"), *([labels] if config.labels is None else [])),
             (
                 port("label", "text", about="the likeliest label"),
+                CONFIDENCE,
                 port("scores", "json", about="all labels with their probabilities: label, score; highest first"),
             ),
         )
@@ -344,46 +428,54 @@ class ZeroShotClassification(TextTask):
         self._scores(["warm-up"], [("warm-up",)])
 
     def run(self, batch: Batch) -> Outputs:
-        labels = [_labels_of_item(one) for one in batch.get("labels", self.config.labels)]
+        labels = [self._labels_of_item(one) for one in batch.get("labels", self.config.labels)]
         sound = [place for place, one in enumerate(labels) if not isinstance(one, InputError)]
         found: list[Any] = list(labels)
         if sound:
             named = [cast("tuple[str, ...]", labels[place]) for place in sound]
             scores = self._scores([batch["text"][place] for place in sound], named)
             for place, own, row in zip(sound, named, scores, strict=True):
-                found[place] = ranked(own, row)
-        return {"label": [one if isinstance(one, InputError) else one[0]["label"] for one in found], "scores": found}
+                found[place] = label_answer(ranked(own, row))
+        return columns(found, LABEL_OUTPUTS)
+
+    def _labels_of_item(self, labels: Any) -> tuple[str, ...] | InputError:
+        sound = isinstance(labels, list | tuple) and all(isinstance(label, str) and label for label in labels)
+        if not sound or not 1 <= len(labels) <= LABELS_MAX:
+            return InputError(f"labels is no list of 1 to {LABELS_MAX} texts")
+        lengths = self._lengths([self._hypothesis(label) for label in labels])
+        if max(lengths) > self._tokens_max // 2:
+            longest = f"{labels[int(np.argmax(lengths))]!r:.60} has {max(lengths)} tokens"
+            return InputError(f"labels: {longest} and leaves no room for a text in {self._tokens_max}; shorten it")
+        return tuple(labels)
+
+    def _hypothesis(self, label: str) -> str:
+        return (self.config.hypothesis or HYPOTHESIS).format(label)
 
     def _scores(self, texts: Sequence[str], labels: Sequence[Sequence[str]]) -> list[np.ndarray]:
-        """Return float32 [labels] for each text: every pair of a text and a label's hypothesis is one row."""
-        template = self.config.hypothesis or HYPOTHESIS
+        """Return float32 [labels] for each text: each window of a text with each label's hypothesis is one row."""
         premises = [text for text, own in zip(texts, labels, strict=True) for _ in own]
-        hypotheses = [template.format(label) for own in labels for label in own]
-        longest = max(len(ids) for ids in self.model.processor(hypotheses, add_special_tokens=False)["input_ids"])
-        cut = "only_first" if longest < self._tokens_max // 2 else True
-        encoded = self._encoded(premises, hypotheses, truncation=cut)
+        hypotheses = [self._hypothesis(label) for own in labels for label in own]
+        encoded = self._encoded(
+            premises, hypotheses, truncation="only_first", stride=min(WINDOW_OVERLAP, self._tokens_max // 8),
+            return_overflowing_tokens=True,
+        )  # fmt: skip
         logits = np.concatenate([output.logits.float().cpu().numpy() for output in self._calls(encoded)])
         entails = cast(int, _entailment(labels_of(self.model.config, self.model.shown)))
-        rows = np.split(logits, np.cumsum([len(own) for own in labels])[:-1])
-        return [self._probabilities(row, entails) for row in rows]
-
-    def _probabilities(self, logits: np.ndarray, entails: int) -> np.ndarray:
-        """Return float32 [labels] of float32 [labels, classes]."""
-        if not self.config.multi_label and len(logits) > 1:
-            found: np.ndarray = to_probabilities(logits[None, :, entails], False)[0]
-            return found
         against = -1 if entails == 0 else 0  # the class that contradicts, as in transformers
-        found = to_probabilities(logits[:, [against, entails]], False)[:, 1]
+        owner = encoded["overflow_to_sample_mapping"].tolist()
+        values = np.stack([logits[:, entails], logits[:, entails] - logits[:, against]], axis=1)
+        rows = np.split(joined(values, owner, largest=True), np.cumsum([len(own) for own in labels])[:-1])
+        return [self._probabilities(row) for row in rows]
+
+    def _probabilities(self, values: np.ndarray) -> np.ndarray:
+        """Return float32 [labels] of float32 [labels, 2]: the logit of entailment, and that less contradiction's."""
+        if not self.config.multi_label and len(values) > 1:
+            found: np.ndarray = to_probabilities(values[None, :, 0], False)[0]
+            return found
+        found = to_probabilities(values[:, 1], True)
         return found
 
 
 def _entailment(labels: Sequence[str]) -> int | None:
     """Return the place of the label that means entailment."""
     return next((place for place, label in enumerate(labels) if label.lower().startswith("entail")), None)
-
-
-def _labels_of_item(labels: Any) -> tuple[str, ...] | InputError:
-    sound = isinstance(labels, list | tuple) and all(isinstance(label, str) and label for label in labels)
-    if not sound or not 1 <= len(labels) <= LABELS_MAX:
-        return InputError(f"labels is no list of 1 to {LABELS_MAX} texts")
-    return tuple(labels)

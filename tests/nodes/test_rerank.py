@@ -123,7 +123,7 @@ def test_scores_equal_transformers_for_all_requests_of_a_batch(folder: Path, mod
     rng = random.Random(5)
     items = [(text(rng, rng.randint(1, 6)), [text(rng, rng.randint(0, 30)) for _ in range(n)]) for n in (7, 0, 1, 19)]
     items.append((text(rng, 30), [text(rng, 200), "w1", text(rng, 25)]))  # truncated, in either text
-    found = scores(opened(folder, model, activation=activation, pairs_max=4), *items)
+    found = scores(opened(folder, model, activation=activation, pairs_max=4, overflow="end"), *items)
     assert [one.shape for one in found] == [(7,), (0,), (1,), (19,), (3,)]
     for (query, passages), one in zip(items, found, strict=True):
         assert one.dtype == np.float32
@@ -196,13 +196,29 @@ def test_the_activation_is_that_of_the_folder(tmp_path: Path, file: str, keys: d
     assert note == f"settings of m: activation {found}, at most 512 tokens"
 
 
-def test_texts_are_cut_on_the_side_that_the_tokenizer_states(tmp_path: Path) -> None:
+def test_texts_are_cut_on_the_side_that_is_stated(tmp_path: Path) -> None:
     save(KINDS["bert"](), tmp_path / "m")
     change(tmp_path / "m" / "tokenizer_config.json", truncation_side="left")
     rng = random.Random(8)
     query, passages = text(rng, 25), [text(rng, 60), text(rng, 3)]
-    found = scores(opened(tmp_path, "m"), (query, passages))[0]
+    found = scores(opened(tmp_path, "m", overflow="start"), (query, passages))[0]
     np.testing.assert_allclose(found, scores_by_transformers(tmp_path / "m", query, passages), atol=1e-5)
+
+
+def test_a_pair_that_is_too_long_fails_its_item_alone(folder: Path) -> None:
+    rng, node = random.Random(9), opened(folder, "bert")
+    long, query = text(rng, 60), text(rng, 5)
+    batch = {"query": [query] * 3, "passages": [["w1"], ["w1", long], ["w1", long]], "overflow": [None, None, "end"]}
+    found = node.run(Batch(batch))
+    assert str(found["scores"][1]).startswith(
+        "passages[1]: the pair has 68 tokens, and the model reads at most 40\n    fix:"
+    )
+    assert found["usage"][1] is found["scores"][1]
+    wanted = scores_by_transformers(folder / "bert", query, ["w1", long])
+    np.testing.assert_allclose(found["scores"][2], wanted, atol=1e-5)
+    assert found["usage"][0] == {"prompt_tokens": 9, "truncated_tokens": 0}
+    assert found["usage"][2] == {"prompt_tokens": 49, "truncated_tokens": 28}
+    assert refused(folder, config=RerankConfig("bert", overflow="windows")).option == "overflow"
 
 
 def test_the_folder_of_a_cross_encoder_sets_case_and_longest_pair(tmp_path: Path) -> None:
@@ -212,7 +228,7 @@ def test_the_folder_of_a_cross_encoder_sets_case_and_longest_pair(tmp_path: Path
         tmp_path / "m" / "sentence_bert_config.json",
         transformer_task="sequence-classification", max_seq_length=7, do_lower_case=True,
     )  # fmt: skip
-    found = scores(opened(tmp_path, "m"), ("W1 w2", ["w3 W4 w5 w6 w7"]))[0]
+    found = scores(opened(tmp_path, "m", overflow="end"), ("W1 w2", ["w3 W4 w5 w6 w7"]))[0]
     np.testing.assert_allclose(found, scores_by_transformers(tmp_path / "m", "w1 w2", ["w3 w4"]), atol=1e-5)
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,7 +27,7 @@ from transformers import (
 
 from tests.nodes.device_values import DEVICE, Bench, down, moves_of_modules
 from tests.nodes.model_files import Harm, broken
-from weftline.errors import ModelError
+from weftline.errors import InputError, ModelError
 from weftline.nodes import sentence_head
 from weftline.nodes.classify import Classify, ClassifyConfig, open_classifier
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
@@ -100,28 +101,89 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def classify(folder: Path, model: str, device: str = "cpu") -> Classify:
-    node = Classify(ClassifyConfig(model))
+def classify(folder: Path, model: str, device: str = "cpu", **options: Any) -> Classify:
+    node = Classify(ClassifyConfig(model, **options))
     node.open(OpenContext(folder, device))
     node.warm_up()
     return node
 
 
 def test_an_onnx_folder_classifies_a_batch_of_texts_of_any_length(folder: Path) -> None:
-    answers = classify(folder, "guard").run(
-        Batch({"text": ["good day", "bad bad day", "key", "", "good " * 50 + "bad"]})
-    )
-    assert answers["label"] == ["safe", "abuse", "secrets", "safe", "safe"]  # the last is judged by its first 8 tokens
+    answers = classify(folder, "guard").run(Batch({"text": ["good day", "bad bad day", "key", ""]}))
+    assert answers["label"] == ["safe", "abuse", "secrets", "safe"]
     powers = np.exp([2.0, 8.0, 0.0])
     wanted = dict(zip(("safe", "abuse", "secrets"), powers / powers.sum()))
     assert answers["scores"][1] == pytest.approx(wanted, abs=1e-5)
+    assert answers["confidence"] == [max(one.values()) for one in answers["scores"]]
+
+
+def test_a_text_that_is_too_long_to_classify_fails_alone(folder: Path) -> None:
+    long = "good " * 50 + "bad"
+    answers = classify(folder, "guard").run(Batch({"text": ["bad", long]}))
+    for name in ("label", "confidence", "scores"):
+        assert str(answers[name][1]).startswith("the text has 51 tokens, and the model reads at most 8\n    fix: ")
+        assert isinstance(answers[name][1], InputError) and not isinstance(answers[name][0], InputError)
+    for overflow, label in {"end": "safe", "start": "abuse"}.items():
+        assert classify(folder, "guard", overflow=overflow).run(Batch({"text": ["key", long]}))["label"][1] == label
+    assert refused(Classify, ClassifyConfig("guard", overflow="cut"), folder).option == "overflow"
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_classify_joins_the_windows_of_a_long_text(tmp_path: Path, independent: bool) -> None:
+    write_onnx(tmp_path / "guard")
+    if independent:
+        change(tmp_path / "guard" / "config.json", problem_type="multi_label_classification")
+    node = classify(tmp_path, "guard", overflow="windows")
+    text = "good " * 12 + "bad good good"  # windows of 8 tokens that share 2
+    parts = ["good " * 8, "good " * 6 + "bad good", "bad good good"]
+    alone = [[*one.values()] for one in node.run(Batch({"text": parts}))["scores"]]
+    found = node.run(Batch({"text": ["good", text]}))
+    wanted = np.max(alone, axis=0) if independent else np.mean(alone, axis=0)
+    assert [*found["scores"][1].values()] == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert found["confidence"][1] == max(found["scores"][1].values())
 
 
 def test_windows_find_what_stands_at_the_end_of_a_long_text(folder: Path) -> None:
     classifier = open_classifier("guard", OpenContext(folder))
-    text = "good " * 700 + "bad"
-    assert classifier.probabilities([text])[0, 1] < 0.2
-    assert classifier.probabilities(["good", text], windows_max=1000)[1, 1] > 0.8
+    text = "good " * 50_000 + "bad"
+    assert classifier.largest(["good"])[0, 1] < 0.2
+    assert classifier.largest(["good", text])[1, 1] > 0.8
+
+
+def test_a_guardrail_judges_all_of_its_longest_text(folder: Path) -> None:
+    guard = Guardrail(GuardrailConfig(classifier="guard", policy={"block": ["abuse"]}, chars_max=1_000_000))
+    guard.open(OpenContext(folder))
+    found = guard.run(Batch({"text": ["good " * 50_000, "good " * 50_000 + "bad"]}))["verdict"]
+    assert [one["action"] for one in found] == ["allow", "replace"]
+
+
+def test_a_text_that_is_too_long_to_embed_fails_alone(folder: Path) -> None:
+    node, long = embed(folder, "cpu"), "good bad " * 40
+    rules = [None, None, "end", "start", {"side": "end", "tokens": 2}, {"tokens": 99}, "cut", {"side": "end", "n": 1}]
+    texts = ["key", long, long + "key", "key " + long, long, long, long, long]
+    found = node.run(Batch({"text": texts, "overflow": rules}))
+    errors = [str(one) if isinstance(one, InputError) else "" for one in found["embedding"]]
+    assert errors[1].startswith("the text has 80 tokens, and the model reads at most 32\n    fix: ")
+    assert errors[5] == "overflow.tokens: found 99, expected at most 32, the limit of the model"
+    assert errors[6].startswith("overflow: found 'cut', expected one of error, end, start, or ")
+    assert errors[7].startswith("overflow: found {") and [bool(one) for one in errors[:5]] == [0, 1, 0, 0, 0]
+    whole = node.run(Batch({"text": ["key", "good bad " * 16, "bad good " * 16, "good bad"]}))["embedding"]
+    for place, wanted in zip((0, 2, 4), (whole[0], whole[1], whole[3]), strict=True):
+        np.testing.assert_allclose(found["embedding"][place], wanted, atol=1e-5)
+    np.testing.assert_allclose(found["embedding"][3], whole[1], atol=1e-5)  # 80 tokens end as they begin
+    assert found["usage"][0] == {"prompt_tokens": 1, "truncated_tokens": 0}
+    assert (
+        found["usage"][2] == {"prompt_tokens": 32, "truncated_tokens": 49}
+        and found["usage"][1] is found["embedding"][1]
+    )
+    assert refused(Embed, EmbedConfig("near", overflow="cut"), folder).option == "overflow"
+
+
+def test_errors_of_long_texts_stay_beside_embeddings_on_a_device(folder: Path) -> None:
+    bench, texts = Bench(), ["good day", "good " * 40]
+    found = embed(folder, DEVICE).run(bench.batch({"text": texts}, True))["embedding"]
+    wanted = embed(folder, "cpu").run(Batch({"text": texts[:1]}))["embedding"]
+    assert isinstance(found[1], InputError) and down(found[0]).tobytes() == wanted[0].tobytes()
 
 
 def test_a_transformers_model_classifies_as_transformers_does(folder: Path) -> None:
@@ -487,7 +549,7 @@ def test_dense_layer_prompt_and_longest_text_come_from_the_folder(tmp_path: Path
     assert line == (
         "settings of m/modules.json: pooling mean, dense 16 to 4 (Tanh), length 1, prefix 'Key ', at most 3 tokens"
     )
-    node = Embed(EmbedConfig("m"))
+    node = Embed(EmbedConfig("m", overflow="end"))
     node.open(OpenContext(tmp_path))
     (found,) = node.run(Batch({"text": ["Good bad day day day"]}))["embedding"]
     wanted = layer(states_of(network, "key good bad").mean(0)).tanh().detach()
@@ -519,8 +581,8 @@ def test_more_dimensions_than_the_model_has_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="embeddings of 16 numbers"):
             embed_of(tmp_path, EmbedConfig(model, dimensions=17), "good")
     assert refused(Embed, EmbedConfig("m", dimensions=0), tmp_path).expected == "a number from 1"
-    (ports,) = Embed.ports(EmbedConfig("someone/model-that-is-not-here", dimensions=7), StepContext(tmp_path)).outputs
-    assert str(ports.type) == "float32[7]"
+    ports = Embed.ports(EmbedConfig("someone/model-that-is-not-here", dimensions=7), StepContext(tmp_path)).outputs
+    assert str(ports[0].type) == "float32[7]"
 
 
 def test_a_prompt_of_the_folder_is_chosen_by_name(tmp_path: Path) -> None:

@@ -118,6 +118,12 @@ def test_wrong_labels_and_a_missing_tokenizer_are_refused(tmp_path: Path) -> Non
     assert refused(tmp_path, task, labels=("good",)).found == "m has no tokenizer"
 
 
+def test_a_label_that_the_model_would_cut_is_refused_when_opened(tmp_path: Path) -> None:
+    random_models.save_clip(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"labels: 'good good .* tokens with its hypothesis, and m reads at most"):
+        opened(tmp_path, "zero-shot-image-classification", labels=("bad", "good " * 100))
+
+
 def test_maps_of_classes_are_those_of_the_pipeline(tmp_path: Path) -> None:
     random_models.save_segformer(tmp_path / "m", **COLOURS)
     pictures = random_models.pictures()

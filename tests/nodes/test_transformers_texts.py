@@ -96,13 +96,83 @@ def test_entities_are_those_of_the_pipeline(tmp_path: Path, aggregation: str | N
     assert seen > 5
 
 
-def test_a_long_text_has_the_entities_of_its_start(tmp_path: Path) -> None:
+def without_context(folder: Path) -> None:
+    """Make a BERT label each token by the token alone, so that windows do not matter."""
+    network = transformers.AutoModelForTokenClassification.from_pretrained(folder)
+    with torch.no_grad():
+        network.bert.embeddings.position_embeddings.weight.zero_()
+        for layer in network.bert.encoder.layer:
+            layer.attention.output.dense.weight.zero_()
+            layer.attention.output.dense.bias.zero_()
+    network.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("aggregation", [None, *texts.AGGREGATIONS])
+def test_a_long_text_has_its_entities_once(tmp_path: Path, aggregation: str | None) -> None:
     random_models.save_bert("BertForTokenClassification", tmp_path / "m", {"model_max_length": 32}, **ENTITIES)
-    node = opened(tmp_path, "token-classification")
-    text = "Anna lives in Paris. " * 30
-    (found,) = node.run(Batch({"text": [text]}))["entities"]
-    wanted = pipeline(tmp_path, "token-classification")(text)
-    assert [(one["entity"], one["start"]) for one in found] == [(one["entity"], one["start"]) for one in wanted]
+    without_context(tmp_path / "m")
+    node = opened(tmp_path, "token-classification", aggregation=aggregation)
+    items = ["Anna lives in Paris. " * 30, "good", "this day is bad keys unders Anna Paris " * 7, ""]
+    whole = node.run(Batch({"text": items}))["entities"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "m", model_max_length=64)
+    own = transformers.pipeline(
+        "token-classification", model=transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "m"),
+        tokenizer=tokenizer, device="cpu", aggregation_strategy=aggregation or "none",
+    )  # fmt: skip
+    for found, text in zip(whole, items, strict=True):
+        part = text[:120]  # more than one window, and less than the pipeline reads
+        starts = [one["start"] for one in found]
+        assert starts == sorted(set(starts)) and all(text[one["start"] : one["end"]] for one in found)
+        wanted = [one for one in own(part) if one["end"] < len(part)]
+        assert [{**one, "score": None} for one in found][: len(wanted)] == [{**one, "score": None} for one in wanted]
+    assert whole[0][-1]["end"] > 600 and whole[2][-1]["end"] > 250
+    alone = node.run(Batch({"text": [items[0]]}))["entities"][0]
+    assert [{**one, "score": None} for one in alone] == [{**one, "score": None} for one in whole[0]]
+
+
+def test_a_token_in_two_windows_counts_where_it_has_more_context() -> None:
+    windows = [np.full((size, 1), place, np.float32) for place, size in enumerate((10, 10, 6))]
+    row = texts.whole_row(windows, overlap=4)[:, 0].tolist()
+    assert row == [0] * 8 + [1] * 6 + [2] * 4
+
+
+@pytest.mark.parametrize("kind", [None, "multi_label_classification", "regression"])
+def test_windows_of_a_long_text_are_joined(tmp_path: Path, kind: str | None) -> None:
+    random_models.save_bert(
+        "BertForSequenceClassification", tmp_path / "m", {"model_max_length": 16}, problem_type=kind, **LABELS
+    )
+    node = opened(tmp_path, "text-classification", overflow="windows")
+    words = ["good", "bad", "this", "day"] * 8
+    parts = [" ".join(words[start : start + 14]) for start in (0, 10, 20)]  # 16 less two special tokens, 4 shared
+    found, *alone = node.run(Batch({"text": [" ".join(words), *parts]}))["scores"]
+    scores = [{one["label"]: one["score"] for one in own} for own in alone]
+    join = max if kind == "multi_label_classification" else lambda values: sum(values) / 3
+    for one in found:
+        assert one["score"] == pytest.approx(join([own[one["label"]] for own in scores]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "output"),
+    [
+        ("text-classification", "BertForSequenceClassification", "scores"),
+        ("feature-extraction", "BertModel", "features"),
+    ],
+)
+def test_a_text_that_is_too_long_fails_alone(tmp_path: Path, task: str, kind: str, output: str) -> None:
+    random_models.save_bert(kind, tmp_path / "m", {"model_max_length": 16}, **LABELS)
+    long = "good bad " * 20 + "day"
+    found = opened(tmp_path, task).run(Batch({"text": ["good", long]}))
+    for values in found.values():
+        assert str(values[1]).startswith("the text has 43 tokens, and the model reads at most 16\n    fix: ")
+        assert not isinstance(values[0], InputError)
+    end, start = "good bad " * 7, "bad " + "good bad " * 6 + "day"
+    for overflow, wanted in {"end": end, "start": start}.items():
+        cut, whole = opened(tmp_path, task, overflow=overflow).run(Batch({"text": [long, wanted]}))[output]
+        if output == "features":
+            np.testing.assert_allclose(cut, whole, atol=1e-4)
+        else:
+            assert_same_scores(cut, whole)
+    assert refused(tmp_path, task, overflow="cut").option == "overflow"
 
 
 def test_an_unknown_aggregation_is_refused(tmp_path: Path) -> None:
@@ -219,6 +289,33 @@ def test_candidate_labels_come_from_the_input_and_wrong_ones_fail_alone(tmp_path
         assert isinstance(found["scores"][place], InputError) and isinstance(found["label"][place], InputError)
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_a_label_counts_in_the_window_that_entails_it_most(tmp_path: Path, multi_label: bool) -> None:
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", {"model_max_length": 16}, **NLI)
+    node = opened(tmp_path, "zero-shot-classification", labels=TOPICS[:2], hypothesis="{} ?", multi_label=True)
+    words = ["good", "bad", "this", "day", "anna"] * 6
+    rooms = {"good day": 10, "bad": 11}  # beside the label, "?" and three special tokens; windows share 2
+    best = {}
+    for label, room in rooms.items():
+        parts = [" ".join(words[start : start + room]) for start in range(0, len(words) - 2, room - 2)]
+        scores = node.run(Batch({"text": parts}))["scores"]
+        best[label] = max(one["score"] for own in scores for one in own if one["label"] == label)
+    (found,) = node.run(Batch({"text": [" ".join(words)]}))["scores"]
+    assert {one["label"]: one["score"] for one in found} == pytest.approx(best, abs=1e-5)
+    single = opened(tmp_path, "zero-shot-classification", labels=TOPICS[:2], hypothesis="{} ?", multi_label=multi_label)
+    answer = single.run(Batch({"text": [" ".join(words)]}))
+    assert answer["confidence"][0] == answer["scores"][0][0]["score"]
+    assert multi_label or sum(one["score"] for one in answer["scores"][0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_label_that_leaves_no_room_for_the_text_is_refused(tmp_path: Path) -> None:
+    random_models.save_bert("BertForSequenceClassification", tmp_path / "m", {"model_max_length": 16}, **NLI)
+    node = opened(tmp_path, "zero-shot-classification", ("text", "labels"), hypothesis="{}")
+    found = node.run(Batch({"text": ["good"] * 2, "labels": [["bad", "good " * 7], ["bad", "good"]]}))
+    assert "has 9 tokens and leaves no room for a text in 16" in str(found["label"][0])
+    assert found["label"][1] in ("bad", "good")
+
+
 def test_wrong_options_of_zero_shot_classification_are_refused(tmp_path: Path) -> None:
     random_models.save_bert("BertForSequenceClassification", tmp_path / "m", **NLI)
     task = "zero-shot-classification"
@@ -256,6 +353,17 @@ def test_texts_are_generated_as_by_the_model_alone(tmp_path: Path, task: str, pr
     wanted = [generated_by_hand(folder, used + sentence, 12) for sentence in sentences]
     assert node.run(Batch({"text": sentences}))["text"] == wanted and len(set(wanted)) > 2
     assert [node.run(Batch({"text": [sentence]}))["text"][0] for sentence in sentences] == wanted
+
+
+def test_a_text_that_is_too_long_to_translate_fails_alone(tmp_path: Path) -> None:
+    folder = random_models.save_t5(tmp_path / "m")
+    long = "good bad " * 300
+    found = opened(tmp_path, "translation", tokens_max=4).run(Batch({"text": ["good day", long]}))["text"]
+    assert found[0] == generated_by_hand(folder, "good day", 4)
+    assert str(found[1]).startswith("the text has 601 tokens, and the model reads at most 512")
+    (cut,) = opened(tmp_path, "translation", tokens_max=4, overflow="end").run(Batch({"text": [long]}))["text"]
+    assert cut == generated_by_hand(folder, ("good bad " * 256)[:-4], 4)
+    assert refused(tmp_path, "translation", overflow="windows").option == "overflow"
 
 
 def test_only_t5_summarizes_and_the_length_is_limited(tmp_path: Path) -> None:

@@ -344,9 +344,9 @@ def test_windows_without_speech_have_no_text(timestamps: str, vad: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("no_speech", "logprob", "silent"), [(0.6, -1.0, True), (None, -1.0, False), (0.99, -1.0, False), (0.6, -2.0, False),
-                                         (0.6, None, True)],
-)  # fmt: skip
+    ("no_speech", "logprob", "silent"),
+    [(0.6, -1.0, True), (None, -1.0, False), (0.99, -1.0, False), (0.6, -2.0, False), (0.6, None, True)],
+)
 def test_thresholds_of_silence_are_those_of_transcribe(
     no_speech: float | None, logprob: float | None, silent: bool
 ) -> None:

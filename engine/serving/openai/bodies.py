@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 """Fields that would change the answer, with the values that would not."""
 
 RERANK_REFUSED = (
-    *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields", "truncation", "truncate_prompt_tokens"),
+    *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
     *("activation", "use_activation", "softmax", "instruction"),
 )
 """Fields of /v1/rerank that would change the scores."""
@@ -259,7 +259,77 @@ class CompletionBody(GenerationBody):
         return super().sampling() | ({"echo": True} if self.echo else {})
 
 
-class EmbeddingBody(OpenAiBody):
+CUTS: Mapping[Any, str] = {True: "end", False: "error", "END": "end", "START": "start", "NONE": "error"}
+"""Values of `truncate` and `truncation`, as TEI, Cohere, Jina and Voyage have them, in terms of an input `overflow`."""
+
+DIRECTIONS: Mapping[Any, str] = {"right": "end", "left": "start"}
+
+
+class TruncatingBody(OpenAiBody):
+    """Fields of a request whose texts may be longer than the model reads.
+
+    truncate, truncation:     whether they are cut, see CUTS.
+    truncate_prompt_tokens:   as in vLLM: they are cut to that many tokens; -1: to those that the model reads.
+    truncation_side, truncation_direction: the end that is cut, right or left, as in vLLM and TEI.
+    """
+
+    truncate: Any = None
+    truncation: Any = None
+    truncate_prompt_tokens: int | None = Field(None, strict=True, ge=-1, description="a count from 1, or -1")
+    truncation_side: Any = None
+    truncation_direction: Any = None
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        for field in ("truncate", "truncation"):
+            value = getattr(self, field)
+            if value is not None and _cut_of(value) is None:
+                raise HttpError(f"{field}: expected true, false, NONE, START or END", param=field)
+        for field in ("truncation_side", "truncation_direction"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, str) or value.lower() not in DIRECTIONS):
+                raise HttpError(f"{field}: expected left or right", param=field)
+        if self.truncate_prompt_tokens == 0:
+            raise HttpError("truncate_prompt_tokens: expected a count from 1, or -1", param="truncate_prompt_tokens")
+        return self
+
+    @property
+    def truncation_field(self) -> str | None:
+        """Return the field that states what becomes of longer texts; None: none does."""
+        fields = ("truncate", "truncation", "truncate_prompt_tokens")
+        return next((field for field in fields if getattr(self, field) is not None), None)
+
+    def overflow(self) -> str | dict[str, Any] | None:
+        """Return the value of an input `overflow`; None: the model's own rule."""
+        field = self.truncation_field
+        if field is None:
+            return None
+        side = self.truncation_side or self.truncation_direction
+        stated = [_cut_of(value) for value in (self.truncate, self.truncation) if value is not None]
+        if "error" in stated:
+            return "error"
+        cut = DIRECTIONS[side.lower()] if side is not None else (stated or ["end"])[0]
+        tokens = self.truncate_prompt_tokens
+        return cut if tokens in (None, -1) else {"side": cut, "tokens": tokens}
+
+    @contextmanager
+    def naming_truncation(self) -> Iterator[None]:
+        """Change `param` of an InputError from the input `overflow` to the field that set it."""
+        try:
+            yield
+        except InputError as error:
+            if error.param == "overflow" and self.truncation_field is not None:
+                error.param = self.truncation_field
+            raise
+
+
+def _cut_of(value: Any) -> str | None:
+    """Return the side of CUTS that a value means, in any case; None: it means none."""
+    known = value if isinstance(value, bool) else value.upper() if isinstance(value, str) else None
+    return CUTS.get(known)
+
+
+class EmbeddingBody(TruncatingBody):
     """Body of /v1/embeddings."""
 
     input: Texts
@@ -273,7 +343,7 @@ class EmbeddingBody(OpenAiBody):
             raise unsupported("dimensions", f"{why}; leave it out, or set `dimensions` of its embed step")
 
 
-class RerankBody(OpenAiBody):
+class RerankBody(TruncatingBody):
     """Body of /v1/rerank, with the fields that Jina, Cohere and vLLM have in common."""
 
     query: str = Field(strict=True, description="a text")

@@ -31,12 +31,14 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     GenerationBody,
     RerankBody,
+    TruncatingBody,
     answers_output,
 )
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
     RerankPorts,
+    TextPorts,
     chat_ports,
     completion_ports,
     embedding_ports,
@@ -52,7 +54,7 @@ from weftline.engine.serving.openai.responses import (
     choices_of,
     usage_of,
 )
-from weftline.errors import StepError
+from weftline.errors import InputError, StepError
 
 
 class Endpoint:
@@ -64,10 +66,22 @@ class Endpoint:
     async def _object(self, request: Request) -> dict[str, Any]:
         return await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
 
-    async def _outputs_of(self, request: Request, asks: Sequence[Ask]) -> list[dict[str, Any]]:
-        """Run requests concurrently and return their outputs; the first error cancels the others."""
-        outputs = gather_or_cancel([self._context.outputs(request, one) for one in asks])
-        return await while_connected(request.receive, outputs)
+    async def _outputs_of(self, request: Request, asks: Sequence[Ask], field: str = "") -> list[dict[str, Any]]:
+        """Run requests concurrently and return their outputs; the first error cancels the others.
+
+        field: field with a list of values, one for each request, which is named in an InputError; '': none is.
+        """
+        wheres = [f"{field}[{place}]: " if field else "" for place in range(len(asks))]
+        runs = [self._outputs(request, one, where) for one, where in zip(asks, wheres, strict=True)]
+        return await while_connected(request.receive, gather_or_cancel(runs))
+
+    async def _outputs(self, request: Request, ask: Ask, where: str) -> dict[str, Any]:
+        try:
+            return await self._context.outputs(request, ask)
+        except InputError as error:
+            if not where:
+                raise
+            raise InputError(f"{where}{error}", param=error.param) from None
 
     async def _text(self, request: Request, ask: Ask, *outputs: str) -> StreamedText:
         """Start a streamed request and wait for its first chunk; failures up to then are raised."""
@@ -78,6 +92,17 @@ def tenant_of(request: Request, ports: AnswerPorts | RerankPorts) -> dict[str, s
     """Return the input that separates the prompt caches of callers, so that timing reveals no prompt of another."""
     name = caller_of(request).name
     return {ports.tenant: name} if ports.tenant is not None and name else {}
+
+
+def overflow_of(body: TruncatingBody, ports: TextPorts | RerankPorts) -> dict[str, Any]:
+    """Return the input with the rule for texts that are too long; HttpError where the model has none."""
+    overflow = body.overflow()
+    if overflow is None:
+        return {}
+    if ports.overflow is None:
+        why = f"model {body.model} has no input `overflow: json`; its operator adds it and wires it to the step"
+        raise unsupported(body.truncation_field or "", why)
+    return {ports.overflow: overflow}
 
 
 # generated text
@@ -235,11 +260,12 @@ class Embeddings(Endpoint):
         ports = embedding_ports(info)
         if (length := vector_length(info, ports.output)) is not None:
             body.check_dimensions(length)
-        common = tenant_of(request, ports)
+        common = tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
-        answers = await self._outputs_of(request, asks)
-        tokens = sum(usage_of(outputs.get(ports.usage or "")).prompt for outputs in answers)
+        with body.naming_truncation():
+            answers = await self._outputs_of(request, asks, "input" if len(asks) > 1 else "")
+        usage = sum((usage_of(outputs.get(ports.usage or "")) for outputs in answers), Usage())
         for outputs in answers:
             if outputs[ports.output] is not None:
                 body.check_dimensions(len(outputs[ports.output]))
@@ -248,8 +274,7 @@ class Embeddings(Endpoint):
             {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text)}
             for place, outputs in enumerate(answers)
         ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return json_response({"object": "list", "data": data, "model": body.model, "usage": usage})
+        return json_response({"object": "list", "data": data, "model": body.model, "usage": usage.prompt_json()})
 
 
 def _encoded(vector: np.ndarray | None, as_text: bool) -> list[float] | str | None:
@@ -268,18 +293,19 @@ class Rerank(Endpoint):
     async def create(self, request: Request) -> ASGIApp:
         body = RerankBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
         ports = rerank_ports(self._context.authorised_info(request, body.model))
-        inputs = {ports.query: body.query, ports.documents: body.documents} | tenant_of(request, ports)
+        inputs = {ports.query: body.query, ports.documents: body.documents}
+        inputs |= tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         ask = ask_for(request, body.model, inputs, wanted, body.priority)
-        [outputs] = await self._outputs_of(request, [ask])
-        tokens = usage_of(outputs.get(ports.usage or "")).prompt
+        with body.naming_truncation():
+            [outputs] = await self._outputs_of(request, [ask])
         return json_response(
             {
                 "id": f"rerank-{secrets.token_hex(12)}",
                 "object": "list",
                 "model": body.model,
                 "results": ranking(body, outputs.get(ports.output)),
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+                "usage": usage_of(outputs.get(ports.usage or "")).prompt_json(),
             }
         )
 

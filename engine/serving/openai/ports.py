@@ -64,9 +64,10 @@ class ChatPorts(AnswerPorts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPorts(AnswerPorts):
-    """Ports of a model that completes, or embeds, a text."""
+    """Ports of a model that completes, or embeds, a text. overflow: input with the rule for longer texts."""
 
     prompt: str
+    overflow: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class RerankPorts:
     output: str
     tenant: str | None
     usage: str | None
+    overflow: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +161,10 @@ def rerank_ports(info: ModelInfo) -> RerankPorts:
     lists = [one.name for one in info.inputs if one.type == "list[text]"]
     if query is None or len(lists) != 1:
         raise _cannot(info, task, "it needs an input `query` (text) and one input that is a list of texts")
-    tenant = _input(info, "tenant", "text")
-    _check_rest(info, task, {query, lists[0], tenant})
+    tenant, overflow = _input(info, "tenant", "text"), _input(info, "overflow", "json")
+    _check_rest(info, task, {query, lists[0], tenant, overflow})
     output = _vector_output(info, task, "scores")
-    return RerankPorts(query, lists[0], output, tenant, _output(info, "usage", "json"))
+    return RerankPorts(query, lists[0], output, tenant, _output(info, "usage", "json"), overflow)
 
 
 def transcription_ports(info: ModelInfo) -> TranscriptionPorts:
@@ -207,7 +209,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
     prompt = _text_input(info)
     if prompt is None:
         raise _cannot(info, task, "it has no text input `prompt`, and no other that is its only one")
-    _check_rest(info, task, {prompt, "sampling", "tenant"})
+    _check_rest(info, task, {prompt, "sampling", "tenant", "overflow"})
     return TextPorts(
         output=output,
         sampling=_input(info, "sampling", "json"),
@@ -215,6 +217,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
         usage=_output(info, "usage", "json"),
         answers=_output(info, "answers", "json"),
         prompt=prompt,
+        overflow=_input(info, "overflow", "json"),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 from weftline.engine.serving.openai.ports import AnswerPorts
@@ -32,14 +32,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one or more answers; zeros where the pipeline does not count them."""
+    """Tokens of one or more answers; zeros where the pipeline does not count them. truncated: of prompts, not read."""
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
+    truncated: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt + other.prompt, self.completion + other.completion, self.cached + other.cached)
+        counts = zip(astuple(self), astuple(other), strict=True)
+        return Usage(*[one + more for one, more in counts])
+
+    def prompt_json(self) -> dict[str, Any]:
+        """Return the usage of a route that generates no text; with `truncated_tokens` where texts were cut."""
+        cut = {"truncated_tokens": self.truncated} if self.truncated else {}
+        return {"prompt_tokens": self.prompt, "total_tokens": self.prompt} | cut
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,7 +81,7 @@ def usage_of(value: object) -> Usage:
     """Return the counts of a `usage` output; zeros for those that it lacks."""
     if not isinstance(value, Mapping):
         return Usage()
-    counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+    counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "truncated_tokens")]
     return Usage(*[int(count) if isinstance(count, int | float) else 0 for count in counts])
 
 

@@ -35,10 +35,17 @@ async def embeds(ask: Ask) -> dict[str, Any]:
         raise InputError("this text cannot be embedded")
     if text == "slow":
         await asyncio.sleep(60)
-    return {"embedding": np.array([len(text), 0.5, -1.0], np.float32), "usage": {"prompt_tokens": 4}}
+    vector = np.array([len(text), 0.5, -1.0], np.float32)
+    if "overflow" not in ask.inputs:
+        return {"embedding": vector, "usage": {"prompt_tokens": 4}}
+    if ask.inputs["overflow"] == "error":
+        raise InputError("overflow: no", param="overflow")
+    return {"embedding": vector, "usage": {"prompt_tokens": 4, "truncated_tokens": 3, "seen": ask.inputs["overflow"]}}
 
 
 def ranks(ask: Ask) -> dict[str, Any]:
+    if ask.inputs.get("overflow") == "start":
+        return {"scores": np.zeros(2, np.float32), "usage": {"prompt_tokens": 7, "truncated_tokens": 9}}
     scores = [one.count(ask.inputs["query"]) / 4 for one in ask.inputs["passages"]]
     short = scores[1:] if ask.inputs["query"] == "short" else scores
     return {"scores": np.array(short, np.float32), "usage": {"prompt_tokens": 7}}
@@ -69,6 +76,12 @@ RANK_INPUTS = {"query": "text", "passages": "list[text]"}
 MODELS = {
     "text": chatting(echoes, "text"),
     "embed": (info("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
+    "cutting": (
+        info("cutting", {"text": "text", "overflow": "json?"}, {"embedding": "float32[3]", "usage": "json"}), embeds
+    ),
+    "rank-cutting": (
+        info("rank-cutting", RANK_INPUTS | {"overflow": "json?"}, {"scores": "float32[N]", "usage": "json"}), ranks
+    ),
     "any-length": (info("any-length", {"text": "text"}, {"embedding": "float32[D]"}), embeds),
     "rank": (info("rank", RANK_INPUTS | {"tenant": "text?"}, {"scores": "float32[N]", "usage": "json"}), ranks),
     "no-rank": (info("no-rank", RANK_INPUTS, {"scores": "float32[N]?"}), lambda ask: {"scores": None}),
@@ -155,6 +168,37 @@ def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, endpo
     assert (response.usage.prompt_tokens, response.usage.total_tokens) == (8, 8)
     plain = client.embeddings.create(model="embed", input="bcd", encoding_format="float")
     assert plain.data[0].embedding == [3.0, 0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "overflow"),
+    [
+        ({"truncate": True}, "end"), ({"truncate": "END"}, "end"), ({"truncate": "Start"}, "start"),
+        ({"truncation": True}, "end"), ({"truncate_prompt_tokens": -1}, "end"),
+        ({"truncate_prompt_tokens": 5}, {"side": "end", "tokens": 5}),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, {"side": "start", "tokens": 5}),
+        ({"truncate": True, "truncation_direction": "Left"}, "start"),
+    ],
+)  # fmt: skip
+def test_a_request_states_how_long_texts_are_cut(
+    client: openai.OpenAI, backend: Functions, fields: dict[str, Any], overflow: Any
+) -> None:
+    answer = client.embeddings.create(model="cutting", input=["abc", "d"], extra_body=fields)
+    assert [ask.inputs["overflow"] for ask in backend.asked[-2:]] == [overflow] * 2
+    assert answer.usage.prompt_tokens == 8 and answer.usage.model_extra == {"truncated_tokens": 6}
+
+
+def test_a_request_that_forbids_cuts_has_the_error_of_its_field(client: openai.OpenAI, endpoint: Hosted) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model="cutting", input="abc", extra_body={"truncate": "NONE"})
+    assert caught.value.param == "truncate" and "overflow: no" in str(caught.value)
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]: this text cannot be embedded"):
+        client.embeddings.create(model="embed", input=["good", "bad"])
+    ranked = httpx.post(
+        f"{endpoint.url}/v1/rerank",
+        json={"model": "rank-cutting", "query": "a", "documents": ["b", "c"], "truncate": "START"},
+    )
+    assert ranked.json()["usage"] == {"prompt_tokens": 7, "total_tokens": 7, "truncated_tokens": 9}
 
 
 def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.OpenAI, backend: Functions) -> None:
