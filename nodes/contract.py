@@ -46,12 +46,14 @@ class StepContext:
     wired:    names of the input ports that the step connects, for nodes that accept any input name.
     types:    types of the connected wires by input port, as far as they are known.
     devices:  devices of the step's instances, for `plan_notes`; empty before placement.
+    read:     names of the outputs that something in the pipeline reads, for `ports`.
     """
 
     base_dir: Path
     wired: tuple[str, ...] = ()
     types: Mapping[str, PortType] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

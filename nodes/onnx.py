@@ -3,22 +3,23 @@
 The step's ports are the graph's inputs and outputs, read from the file. Where every one of them has a first dimension
 of no fixed size, that is the batch: it is not part of the ports, and a whole batch is one call. Otherwise the model is
 called item by item. Where it fixes a batch of 1 and what is wired to it lacks that dimension, each item is given one,
-and it is taken off the outputs again.
+and it is taken off the outputs again. A scalar that is wired to a column [batch, 1] is a row of that column.
 
-On a GPU tensors are read and written on the device.
+On a GPU tensors are read and written on the device. A model with texts or maps (`onnx_values.py`) computes on values on
+the host. Outputs of other types are left out unless the pipeline reads them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from weftline.errors import first_line
+from weftline.errors import InputError, first_line
 from weftline.node import (
     Batch,
     BatchNode,
@@ -36,7 +37,7 @@ from weftline.node import (
 from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
-from weftline.nodes.onnx_file import OnnxFile, ValueInfo, read_onnx
+from weftline.nodes.onnx_file import MAPS, TENSOR, TEXTS, OnnxFile, ValueInfo, read_onnx
 from weftline.nodes.onnx_session import (
     WITHOUT_GRAPH,
     OnnxGraphs,
@@ -48,8 +49,10 @@ from weftline.nodes.onnx_session import (
     run_options,
     session_memory,
 )
+from weftline.nodes.onnx_values import KINDS, from_result, refusal, sizes_of, to_texts, type_of
 from weftline.nodes.ports import Dim
 from weftline.shm.device.driver import GpuDriver, open_driver
+from weftline.shm.spec import STAND_INS
 from weftline.shm.view import numpy_dtype
 
 RANKS = {"image": 3, "audio": 1}
@@ -95,6 +98,11 @@ class PortMapping:
     together: bool
     strip: bool
 
+    @property
+    def plain(self) -> bool:
+        """True if a value is no array of numbers."""
+        return any(info.kind != TENSOR for _, info in (*self.inputs, *self.outputs))
+
 
 class Onnx(BatchNode):
     """Runs an ONNX file on TensorRT, CUDA or the CPU, the first one that the step's device offers."""
@@ -118,7 +126,9 @@ class Onnx(BatchNode):
         if path.suffix in _TORCH:
             fix = "use node torch for it, or export the module: torch.onnx.export(model, example, 'model.onnx')"
             raise ConfigError("model", f"{config.model} is a file of PyTorch", "an .onnx file", fix)
-        mapping = _mapping(config, read_onnx(path, config.model), step.types)
+        file = read_onnx(path, config.model)
+        mapping = _mapping(config, file, step.types)
+        _check_kinds(file, mapping, step.read)
         if config.graphs:
             _check_graphs(config, mapping)
         return Ports(tuple(port for port, _ in mapping.inputs), tuple(port for port, _ in mapping.outputs))
@@ -134,7 +144,10 @@ class Onnx(BatchNode):
 
     @classmethod
     def device_ports(cls, config: OnnxConfig, ports: Ports) -> frozenset[str]:
-        return frozenset(port.name for port in (*ports.inputs, *ports.outputs))
+        both = (*ports.inputs, *ports.outputs)
+        return (
+            frozenset(port.name for port in both) if all(port.type.kind == "tensor" for port in both) else frozenset()
+        )
 
     def open(self, context: OpenContext) -> None:
         path = _path(self.config, context.base_dir)
@@ -147,6 +160,8 @@ class Onnx(BatchNode):
         self._session = self._opened(path, context)
 
     def warm_up(self) -> None:
+        if self._mapping.plain:
+            return  # a text that is made up may be one that the model refuses
         inputs = [_made_up(port, info) for port, info in self._mapping.inputs]
         if not any(array is None for array in inputs):
             self._answers([array for array in inputs if array is not None])
@@ -154,20 +169,24 @@ class Onnx(BatchNode):
             self._capture()
 
     def run(self, batch: Batch) -> Outputs:
+        if self._mapping.plain:
+            return self._run_plain(batch)
         if not self._mapping.together:
             return self._one_by_one(batch)
         names = [port.name for port, _ in self._mapping.inputs]
         columns = [batch[name] for name in names]
         groups = group_by_shape(columns, len(batch))
         if len(groups) == 1:
-            whole = {name: batch.stacked(name) for name in names}
+            whole = {port.name: _as_column(batch.stacked(port.name), info) for port, info in self._mapping.inputs}
             repeated = self._graphs(whole) if self._graphs is not None else None
             return self._call(list(whole.values()), len(batch), batch) if repeated is None else repeated
         if any(isinstance(value, DeviceTensor) for column in columns for value in column):
             groups = [[item] for item in range(len(batch))]  # several tensors cannot be stacked on the device here
         found: dict[str, list[Any]] = {port.name: [None] * len(batch) for port, _ in self._mapping.outputs}
         for group in groups:
-            for name, values in self._call([_together(column, group) for column in columns], len(group)).items():
+            infos = [info for _, info in self._mapping.inputs]
+            stacked = [_as_column(_together(one, group), info) for one, info in zip(columns, infos, strict=True)]
+            for name, values in self._call(stacked, len(group)).items():
                 for position, item in enumerate(group):
                     found[name][item] = values[position]
         return found
@@ -200,6 +219,69 @@ class Onnx(BatchNode):
     def _driver(self, device: str) -> GpuDriver:
         return open_driver(device)
 
+    def _run_plain(self, batch: Batch) -> Outputs:
+        """Run a batch of values on the host, some of which are texts or maps."""
+        names = [port.name for port, _ in self._mapping.outputs]
+        items = [self._arrays(batch, item) for item in range(len(batch))]
+        answers: list[Any] = list(items)
+        sound = [item for item, one in enumerate(items) if not isinstance(one, InputError)]
+        columns = [list(column) for column in zip(*(one for one in items if isinstance(one, list)), strict=True)]
+        groups = group_by_shape(columns, len(sound)) if self._mapping.together else [[one] for one in range(len(sound))]
+        for group in groups if sound else ():
+            found = self._call_plain([[column[one] for one in group] for column in columns])
+            for place, own in zip(group, found, strict=True):
+                answers[sound[place]] = own
+        return {
+            name: [one if isinstance(one, InputError) else one[place] for one in answers]
+            for place, name in enumerate(names)
+        }
+
+    def _arrays(self, batch: Batch, item: int) -> list[np.ndarray] | InputError:
+        """Return the inputs of an item as arrays, or the error of one that does not fit."""
+        found: list[np.ndarray] = []
+        for port, info in self._mapping.inputs:
+            value = batch[port.name][item]
+            if info.kind == TEXTS:
+                dims, rank = info.dims, len(sizes_of(value))
+                if dims and (self._mapping.together or (_is_one(info) and rank < len(dims))):
+                    dims = dims[1:]
+                value = to_texts(value, dims, port.name)
+            if isinstance(value, InputError):
+                return value
+            found.append(np.asarray(value))
+        return found
+
+    def _call_plain(self, columns: Sequence[Sequence[np.ndarray]]) -> list[list[Any]]:
+        """Return the outputs of each item of one call; an item is called alone where a batch is none."""
+        mapping = self._mapping
+        inputs, outputs = [info for _, info in mapping.inputs], [info for _, info in mapping.outputs]
+        firsts = [column[0].ndim for column in columns]
+        adds = [mapping.together or _lacks_batch(rank, info) for rank, info in zip(firsts, inputs, strict=True)]
+        fed = {
+            info.name: _as_column(np.stack(column), info) if add else column[0]
+            for info, column, add in zip(inputs, columns, adds, strict=True)
+        }
+        results = self._session.run([info.name for info in outputs], fed)
+        items = len(columns[0])
+        if mapping.together:
+            for info, result in zip(outputs, results, strict=True):
+                self._check_rows(info.name, len(result), items)
+        takes = [mapping.together or (any(adds) and (info.kind == MAPS or _is_one(info))) for info in outputs]
+        return [
+            [
+                from_result(result[item], info, info.dims and info.dims[1:])
+                if take
+                else from_result(result, info, info.dims)
+                for result, info, take in zip(results, outputs, takes, strict=True)
+            ]
+            for item in range(items)
+        ]
+
+    def _check_rows(self, output: str, rows: int, items: int) -> None:
+        if rows != items:
+            found = f"gave {rows} rows for {items} items"
+            raise StepError(f"{self.config.model}: output {output} {found}\n    fix: set batched: false")
+
     def _one_by_one(self, batch: Batch) -> Outputs:
         found: dict[str, list[Any]] = {port.name: [] for port, _ in self._mapping.outputs}
         for item in range(len(batch)):
@@ -218,9 +300,7 @@ class Onnx(BatchNode):
         answers: dict[str, Tensor] = {}
         for (port, _), answer in zip(self._mapping.outputs, self._answers(values, buffers), strict=True):
             answers[port.name] = answer
-            if len(answer) != items:
-                found = f"gave {len(answer)} rows for {items} items"
-                raise StepError(f"{self.config.model}: output {port.name} {found}\n    fix: set batched: false")
+            self._check_rows(port.name, len(answer), items)
         return answers
 
     def _answers(self, values: Sequence[Tensor], buffers: Sequence[Tensor | None] = ()) -> list[Tensor]:
@@ -229,6 +309,19 @@ class Onnx(BatchNode):
         buffer_of = zip(outputs, buffers or [None] * len(outputs), strict=True)
         options = run_options(WITHOUT_GRAPH) if self._sizes else None
         return call(self._session, self._memory, [*zip(inputs, values, strict=True)], [*buffer_of], options)
+
+
+def _check_kinds(file: OnnxFile, mapping: PortMapping, read: Sequence[str]) -> None:
+    """Raise ConfigError for inputs, and for outputs that are read, whose types no port carries."""
+    wrong = [info for info in file.inputs if info.kind not in (TENSOR, TEXTS)]
+    wrong += [info for info in file.outputs if info.kind not in KINDS and (_name(info) in read or not mapping.outputs)]
+    if wrong:
+        first, *others = map(refusal, wrong)
+        raise ConfigError(first.option, first.found, first.expected, first.fix, others=tuple(others))
+    unlike = [info for _, info in (*mapping.inputs, *mapping.outputs) if info.dtype in STAND_INS]
+    if mapping.plain and unlike:
+        found = f"its {unlike[0].name} is {unlike[0].dtype}, beside texts or maps"
+        raise ConfigError("model", found, "numbers that numpy has", "cast it to float32 in the model")
 
 
 def _check_graphs(config: OnnxConfig, mapping: PortMapping) -> None:
@@ -252,8 +345,9 @@ def _mapping(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] =
     mode = str(config.batched).lower()
     if mode not in ("auto", "true", "false"):
         raise ConfigError("batched", f"{config.batched!r:.40}", "auto, true or false")
-    values = (*file.inputs, *file.outputs)
-    loose = all(value.dims and not isinstance(value.dims[0], int) for value in values)
+    outputs = tuple(info for info in file.outputs if info.kind in KINDS)
+    values = (*file.inputs, *outputs)
+    loose = all(value.kind == MAPS or (value.dims and not isinstance(value.dims[0], int)) for value in values)
     ones = all(map(_is_one, file.inputs))
     if mode == "true" and not loose and not ones:
         named = ", ".join(f"{value.name}: {_shown(value)}" for value in values)
@@ -265,7 +359,15 @@ def _mapping(config: OnnxConfig, file: OnnxFile, types: Mapping[str, PortType] =
     lacks = [_lacks_batch(_rank(types[port.name]), info) for port, info in ports if port.name in types]
     strip = not together and ((mode == "true" and ones) or (mode == "auto" and any(lacks)))
     dropped = frozenset(value.name for value in values if together or (strip and _is_one(value)))
-    return PortMapping(_named(file.inputs, dropped), _named(file.outputs, dropped), together, strip)
+    inputs = _named(file.inputs, dropped)
+    if together:
+        inputs = tuple((_scalar(port) if _rank(types.get(port.name)) == 0 else port, info) for port, info in inputs)
+    return PortMapping(inputs, _named(outputs, dropped), together, strip)
+
+
+def _scalar(port: Port) -> Port:
+    """Return the port of a column of one number for each item, for a scalar that is wired to it."""
+    return replace(port, type=replace(port.type, dims=())) if port.type.dims == (1,) else port
 
 
 def _named(values: Sequence[ValueInfo], dropped: frozenset[str]) -> tuple[tuple[Port, ValueInfo], ...]:
@@ -284,23 +386,34 @@ def _lacks_batch(rank: int | None, value: ValueInfo) -> bool:
     return rank is not None and _is_one(value) and value.dims is not None and rank == len(value.dims) - 1
 
 
-def _rank(type: PortType) -> int | None:
+def _rank(type: PortType | None) -> int | None:
     """Return the number of dimensions of a type; None if unknown."""
+    if type is None:
+        return None
     if type.kind in RANKS:
         return RANKS[type.kind]
+    if type.kind == "text":
+        return 0
+    if type.item is not None:
+        inner = _rank(type.item)
+        return None if inner is None else inner + 1
     return None if type.dims is None else len(type.dims)
 
 
 def _port(value: ValueInfo, drop: bool, taken: set[str]) -> Port:
-    if value.dtype is None:
-        raise ConfigError("model", f"its {value.name} is of a type that no port carries", "tensors of numbers")
-    name = "".join(c if c.isascii() and c.isalnum() else "_" for c in value.name)
-    name = f"_{name}" if name[0].isdigit() else name
+    name = _name(value)
     while name in taken:
         name += "_"
     taken.add(name)
     dims = value.dims[1:] if drop and value.dims else value.dims
+    if value.kind != TENSOR:
+        return Port(name, type_of(value, dims))
     return Port(name, PortType("tensor", value.dtype, None if dims is None else tuple(map(_dim, dims))))
+
+
+def _name(value: ValueInfo) -> str:
+    name = "".join(c if c.isascii() and c.isalnum() else "_" for c in value.name)
+    return f"_{name}" if name[0].isdigit() else name
 
 
 def _dim(dim: int | str | None) -> Dim:
@@ -329,6 +442,12 @@ def _together(values: Sequence[Tensor], items: Sequence[int]) -> Tensor:
         value = values[items[0]]
         return value.reshape(1, *value.shape)
     return np.stack([np.asarray(values[item]) for item in items])
+
+
+def _as_column(whole: Tensor, info: ValueInfo) -> Tensor:
+    """Return scalars of items, [items], as the column [items, 1] that a model reads; other values unchanged."""
+    is_column = whole.ndim == 1 and info.dims is not None and len(info.dims) == 2 and info.dims[1] == 1
+    return whole.reshape(len(whole), 1) if is_column else whole
 
 
 def _buffer(port: Port, batch: Batch | None) -> Tensor | None:

@@ -90,7 +90,16 @@ DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 4: "uint16", 5: "int16", 6: "int32", 7: "int64", 9: "bool", 10: "float16",
     11: "float64", 12: "uint32", 13: "uint64", 14: "complex64", 16: "bfloat16", 17: "float8_e4m3fn", 19: "float8_e5m2",
 }  # fmt: skip
-"""TensorProto.DataType by number, for the types that ports carry; strings, and the rarer kinds of float8, are not."""
+"""TensorProto.DataType by number, for the numbers that ports carry; the rarer kinds of float8 are not among them."""
+
+_STRING = 8
+_OTHER_DTYPES = {
+    0: "an unknown type", 15: "complex128", 18: "float8_e4m3fnuz", 20: "float8_e5m2fnuz", 21: "uint4", 22: "int4",
+    23: "float4_e2m1", 24: "float8_e8m0",
+}  # fmt: skip
+
+TENSOR, TEXTS, MAPS = "tensor", "texts", "maps"
+"""Kinds of values that ports carry: numbers, strings, and a sequence of maps from text or int64 to numbers (ZipMap)."""
 
 DEPTH_MAX = 16
 """Deepest nesting of graphs in graphs; If and Loop bodies rarely go beyond 3."""
@@ -105,11 +114,17 @@ _TENSOR_NAME, _TENSOR_EXTERNAL = 8, 13
 
 @dataclass(frozen=True, slots=True)
 class ValueInfo:
-    """A graph input or output. dtype: None when no port can carry it. dims: a size, a name, or None where unknown."""
+    """A graph input or output.
+
+    dtype: of numbers; None for other kinds.
+    dims:  a size, a name, or None where unknown; None for an unknown rank.
+    kind:  TENSOR, TEXTS or MAPS, else a phrase for a type that no port carries, such as 'a sparse tensor'.
+    """
 
     name: str
     dtype: str | None
     dims: tuple[int | str | None, ...] | None
+    kind: str = TENSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,30 +197,72 @@ def _read_graph(graph: memoryview, external: set[str]) -> OnnxFile:
 
 
 def _value_info(message: memoryview) -> ValueInfo:
-    name, dtype, dims = "", None, None
+    name, kind, dtype, dims = "", "a value without a type", None, None
     for field, value in fields(message):
         if field == 1:
             name = text(value)
         elif field == 2:
-            for kind, inner in fields(chunk(value)):
-                if kind == 1:  # a tensor; sequences, maps and optionals have no port type
-                    dtype, dims = _tensor_type(chunk(inner))
+            for form, inner in fields(chunk(value)):
+                if form == _TYPE_TENSOR:
+                    kind, dtype, dims = _tensor_type(chunk(inner))
+                elif form in _TYPES:
+                    kind, dtype, dims = _other_type(form, chunk(inner)), None, None
     if not name:
         raise WireError("an input or output without a name")
-    return ValueInfo(name, dtype, dims)
+    return ValueInfo(name, dtype, dims, kind)
 
 
-def _tensor_type(message: memoryview) -> tuple[str | None, tuple[int | str | None, ...] | None]:
-    dtype: str | None = None
-    dims: tuple[int | str | None, ...] | None = None
+_TYPE_TENSOR, _TYPE_SEQUENCE, _TYPE_MAP = 1, 4, 5
+_TYPES = {
+    _TYPE_SEQUENCE: "a sequence",
+    _TYPE_MAP: "a map",
+    7: "an opaque value",
+    8: "a sparse tensor",
+    9: "an optional",
+}
+"""Fields of TypeProto besides the tensor, with the values that they mean."""
+
+
+def _other_type(form: int, message: memoryview) -> str:
+    """Return the kind of a value that is no tensor."""
+    if form != _TYPE_SEQUENCE:
+        return _TYPES[form]
+    for field, value in fields(message):
+        for inner, element in fields(chunk(value)) if field == 1 else ():
+            if inner == _TYPE_MAP:
+                return MAPS if _is_map_of_numbers(chunk(element)) else "a sequence of maps"
+            if inner == _TYPE_TENSOR:
+                return "a sequence of tensors"
+    return _TYPES[form]
+
+
+def _is_map_of_numbers(message: memoryview) -> bool:
+    """Return True for a map from text or int64 to a number, as ZipMap gives them."""
+    key, dtype = 0, None
     for field, value in fields(message):
         if field == 1:
-            dtype = DTYPES.get(number(value))
+            key = number(value)
+        elif field == 2:
+            tensors = [_tensor_type(chunk(inner)) for form, inner in fields(chunk(value)) if form == _TYPE_TENSOR]
+            dtype = tensors[-1][1] if tensors else None
+    return key in (_STRING, 7) and dtype in ("float32", "float64", "int64")
+
+
+def _tensor_type(message: memoryview) -> tuple[str, str | None, tuple[int | str | None, ...] | None]:
+    """Return kind, dtype and dims of a tensor."""
+    element, dims = 0, None
+    for field, value in fields(message):
+        if field == 1:
+            element = number(value)
         elif field == 2:
             dims = tuple(_dim(chunk(part)) for inner, part in fields(chunk(value)) if inner == 1)
             if len(dims) > RANK_MAX:
                 raise WireError(f"a tensor of {len(dims)} dimensions")
-    return dtype, dims
+    if element == _STRING:
+        return TEXTS, None, dims
+    if element not in DTYPES:
+        return f"a tensor of {_OTHER_DTYPES.get(element, f'type {element}')}", None, dims
+    return TENSOR, DTYPES[element], dims
 
 
 def _dim(message: memoryview) -> int | str | None:

@@ -39,6 +39,11 @@ _ONE = (
     "or pip install 'weftline[onnx]' for the CPU"
 )
 
+_LOCALE_FIX = (
+    "export the model's StringNormalizer with the locale C, as skl2onnx does with "
+    "options={TfidfVectorizer: {'locale': 'C'}}, or install the locale on this machine (locale-gen)"
+)
+
 
 def check_runtime() -> None:
     """Raise ConfigError when both the CPU and the GPU distribution of ONNX Runtime are installed."""
@@ -78,7 +83,8 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
         return onnxruntime.InferenceSession(str(path), options, providers=wanted)
     except Exception as error:
         reason = first_line(error).replace(str(path), shown)
-        raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}") from None
+        fix = f"\n    fix: {_LOCALE_FIX}" if "construct locale" in reason else ""
+        raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}{fix}") from None
 
 
 def providers(

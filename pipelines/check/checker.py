@@ -20,7 +20,7 @@ from weftline.pipelines.check.checked import Checked, CheckedStep, Sizes, loose,
 from weftline.pipelines.check.control import check_conditions, may_lack
 from weftline.pipelines.check.options import read_options
 from weftline.pipelines.check.problems import Report, did_you_mean, listed
-from weftline.pipelines.check.wiring import check_streams, check_use, check_wires, fallbacks_of, run_order
+from weftline.pipelines.check.wiring import check_streams, check_use, check_wires, fallbacks_of, readers, run_order
 from weftline.pipelines.spec.condition import resolve as resolve_names
 from weftline.pipelines.spec.constants import PASSES, misfit
 from weftline.pipelines.spec.expansion import Constraint, expand
@@ -127,10 +127,11 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
         report.add(f"{path}.{error.option}", error.found, error.expected, error.fix)
         return None
     options, types = dict(step.options), types_of(step, checked)
+    read = tuple(sorted({wire.port for _, wire in readers(checked.pipeline) if wire.step == step.name}))
     for attempt in (1, 2):
         config, problems = read_options(node, options, path)
         if not problems:
-            ports, problems = _ports(node, config, StepContext(base_dir, tuple(step.inputs), types), path)
+            ports, problems = _ports(node, config, StepContext(base_dir, tuple(step.inputs), types, read=read), path)
             if ports:
                 on_device, wrong = _device_ports(node, config, ports, path)
                 report.take(wrong)
