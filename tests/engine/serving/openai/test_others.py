@@ -77,10 +77,12 @@ MODELS = {
     "text": chatting(echoes, "text"),
     "embed": (info("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
     "cutting": (
-        info("cutting", {"text": "text", "overflow": "json?"}, {"embedding": "float32[3]", "usage": "json"}), embeds
+        info("cutting", {"text": "text", "overflow": "json?"}, {"embedding": "float32[3]", "usage": "json"}),
+        embeds,
     ),
     "rank-cutting": (
-        info("rank-cutting", RANK_INPUTS | {"overflow": "json?"}, {"scores": "float32[N]", "usage": "json"}), ranks
+        info("rank-cutting", RANK_INPUTS | {"overflow": "json?"}, {"scores": "float32[N]", "usage": "json"}),
+        ranks,
     ),
     "any-length": (info("any-length", {"text": "text"}, {"embedding": "float32[D]"}), embeds),
     "rank": (info("rank", RANK_INPUTS | {"tenant": "text?"}, {"scores": "float32[N]", "usage": "json"}), ranks),
