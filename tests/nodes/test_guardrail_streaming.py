@@ -82,10 +82,8 @@ def test_the_classifier_is_asked_once_for_all_items(tmp_path: Path, monkeypatch:
     node = opened(tmp_path, classifier="guard", threshold=0.7, policy={"block": ["abuse"]}, judge_every_chars=20)
     assert node._classifier is not None
     calls: list[int] = []
-    asked = node._classifier.probabilities
-    monkeypatch.setattr(
-        node._classifier, "probabilities", lambda texts, most: calls.append(len(texts)) or asked(texts, most)
-    )
+    asked = node._classifier.largest
+    monkeypatch.setattr(node._classifier, "largest", lambda texts: calls.append(len(texts)) or asked(texts))
     for item, word in enumerate(["good ", "bad ", "good "]):
         node.submit(item, {})
         feed(node, item, word * 100)
