@@ -317,8 +317,8 @@ class ClassifyConfig:
     """
 
     model: str
-    overflow: str = "error"
     precision: str = "float32"
+    overflow: str = "error"
 
 
 class Classify(BatchNode):

@@ -93,8 +93,8 @@ class EmbedConfig:
     dimensions: int | None = None
     prompt: str | None = None
     prefix: str | None = None
-    overflow: str = "error"
     precision: str = "float32"
+    overflow: str = "error"
 
 
 class Embed(BatchNode):

@@ -78,9 +78,9 @@ class RerankConfig:
 
     model: str
     activation: str | None = None
-    overflow: str = "error"
     precision: str = "float32"
     pairs_max: int = 32
+    overflow: str = "error"
 
 
 class Rerank(BatchNode):
