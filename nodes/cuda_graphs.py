@@ -2,7 +2,7 @@
 
 A graph repeats the kernels of one call on the same memory, without host work for each kernel. Inputs are therefore
 copied into fixed tensors, a batch is padded to the next captured size, and outputs are read before the next call.
-Graphs are captured from the largest batch to the smallest, in one memory pool and on one stream.
+Graphs are captured from the largest batch to the smallest, in one memory pool and on one stream (`cuda_capture`).
 
 Calls with sizes that depend on values, or with values read by the host, cannot be captured. The step then runs without
 graphs, as it does on the CPU.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from weftline.errors import first_line
 from weftline.nodes.contract import ConfigError
@@ -21,10 +21,9 @@ from weftline.nodes.ports import Port
 if TYPE_CHECKING:
     import torch
 
-    Compute = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+    from weftline.nodes.cuda_capture import Capture
 
-WARM_UPS = 2
-"""Calls before a capture: libraries select kernels and allocate workspaces in the first one."""
+    Compute = Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
 
 _log = logging.getLogger(__name__)
 
@@ -45,43 +44,6 @@ def graph_sizes(items_max: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
     if not sizes:
         chosen = {1 << power for power in range(items_max.bit_length()) if 1 << power < items_max}
     return tuple(sorted({*chosen, items_max}))
-
-
-class Capture(Protocol):
-    """Protocol for recording calls; recorded calls may share memory and are repeated one at a time."""
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Run and record `compute`; return the replay function, and the result that each replay overwrites."""
-
-
-class CudaCapture:
-    """CUDA graphs with one pool of memory, captured on one stream beside torch's current one."""
-
-    def __init__(self, device: str) -> None:
-        import torch
-
-        self._device = torch.device(device)
-        self._side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._pool: Any = torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        import torch
-
-        with torch.cuda.device(self._device):
-            before = torch.cuda.current_stream()
-            self._side.wait_stream(before)
-            try:
-                with torch.cuda.stream(self._side):
-                    for _ in range(WARM_UPS):
-                        compute()
-                before.wait_stream(self._side)
-                graph = torch.cuda.CUDAGraph()
-                # other threads of the process may allocate meanwhile
-                with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                    result = compute()
-            finally:
-                torch.cuda.set_stream(before)  # some versions of torch leave a failed capture on its stream
-        return graph.replay, result
 
 
 class TorchGraphs:

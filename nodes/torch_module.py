@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.errors import first_line
 from weftline.node import (
@@ -35,7 +35,7 @@ from weftline.node import (
     stacked_torch,
 )
 from weftline.nodes.contract import model_error
-from weftline.nodes.cuda_graphs import Capture, CudaCapture, TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.cuda_graphs import TorchGraphs, check_graphs, graph_sizes, graphs_or_none
 from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import (
@@ -52,6 +52,9 @@ from weftline.nodes.model_file import (
 from weftline.nodes.torch_export import load_exported
 from weftline.nodes.user_code import load, locate
 from weftline.shm.device.names import is_gpu
+
+if TYPE_CHECKING:
+    from weftline.nodes.cuda_capture import Capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,11 @@ class TorchModule(BatchNode):
         self._module = self._graphs = None
 
     def _capture(self) -> Capture:
-        return CudaCapture(self._device)
+        import torch
+
+        from weftline.nodes.cuda_capture import CudaCapture
+
+        return CudaCapture(torch.device(self._device))
 
     def _open_file(self, base_dir: Path) -> Any:
         import torch

@@ -52,7 +52,7 @@ MAY_LOAD = (
     *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/protobuf.py"),
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
-    *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py"),
+    *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py", "weftline/gpu_check/llm_served.py"),
 )
 """Where frameworks may be imported at the top of a file: these are imported only to be used."""
 LEAVES = ("weftline.engine.token_bucket",)

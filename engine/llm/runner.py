@@ -19,7 +19,6 @@ from weftline.engine.llm.attention import AttentionBackend, Span, find_layers
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw
-from weftline.engine.llm.gpu.capture import CudaCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, Report, model_forward
 from weftline.engine.llm.kv_memory import kv_driver, torch_allocator, virtual_allocator
 from weftline.engine.llm.lora.adapters import Adapters
@@ -30,6 +29,7 @@ from weftline.engine.llm.sequence import Sequence as SequenceState
 from weftline.engine.llm.sleep import OffloadedTensors, has_own_memory
 from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError, ModelError
+from weftline.nodes.cuda_capture import CudaCapture
 from weftline.shm.device.driver import DriverError
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch
 
 from tests.nodes.device_values import DEVICE, down
 from tests.nodes.test_onnx import linear
-from weftline.engine.llm.gpu.capture import FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.cuda_graphs import graph_sizes
 from weftline.nodes.onnx import Onnx, OnnxConfig

@@ -38,9 +38,9 @@ from torch import Tensor
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.attention import GpuAttention
 from weftline.engine.llm.gpu.buffers import Draw, RoundView, input_tokens
-from weftline.engine.llm.gpu.capture import Capture
 from weftline.engine.llm.sampling.draw import DrawSettings, draw
 from weftline.errors import first_line
+from weftline.nodes.cuda_capture import Capture
 from weftline.nodes.out_of_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)

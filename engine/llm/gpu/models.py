@@ -19,10 +19,11 @@ from weftline.engine.llm.fusion import linear as fuse_linear
 from weftline.engine.llm.fusion.fuse import GROUPS, fuse
 from weftline.engine.llm.gpu.attention import GpuAttention, PagedOps, PlainOps
 from weftline.engine.llm.gpu.buffers import Draw
-from weftline.engine.llm.gpu.capture import Capture, CudaCapture, FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.gpu.graphs import DecodeGraphs, Handle, model_forward
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.kv_memory import torch_allocator
+from weftline.nodes.cuda_capture import Capture, CudaCapture
 from weftline.shm.device.names import is_fake
 
 PAGE_TOKENS = 16

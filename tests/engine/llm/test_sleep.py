@@ -23,7 +23,7 @@ from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
 from weftline.engine.llm.gpu.attention import GpuAttention
-from weftline.engine.llm.gpu.capture import FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.heads import Embedding, _HeadModel
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams

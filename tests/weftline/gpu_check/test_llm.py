@@ -13,7 +13,7 @@ from weftline.engine.llm import quantised
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.gpu import models
 from weftline.engine.llm.gpu.attention import PlainOps
-from weftline.engine.llm.gpu.capture import FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.gpu.models import Setup
 from weftline.engine.llm.runner import Runner
 from weftline.gpu_check import llm as gpu_check

@@ -17,7 +17,7 @@ from weftline.engine.llm import attention
 from weftline.engine.llm.engine import Engine
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
-from weftline.engine.llm.gpu.capture import Capture, FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
@@ -29,6 +29,7 @@ from weftline.engine.llm.sampling.sampler import Sampler
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.engine.llm.speculation import DraftModelProposer, NgramProposer, Proposer, Speculation
 from weftline.engine.llm.tokens import Tokens
+from weftline.nodes.cuda_capture import Capture
 
 SIZES = (1, 2, 4, 8, 16, 32, 48)
 

@@ -20,7 +20,7 @@ from weftline.engine.llm.fusion import rows as fuse_rows
 from weftline.engine.llm.fusion.fuse import fuse
 from weftline.engine.llm.gpu.attention import GpuAttention, PlainOps
 from weftline.engine.llm.gpu.buffers import NOWHERE, Draw, RoundView
-from weftline.engine.llm.gpu.capture import FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.gpu.graphs import UNSOUND, DecodeGraphs, Handle, draw_tokens, model_forward
 from weftline.engine.llm.kv_cache import PageTable
 from weftline.engine.llm.model_loader import RunnerOptions

@@ -16,7 +16,7 @@ from weftline.engine.llm import startup
 from weftline.engine.llm.fusion import layer as fuse_layer
 from weftline.engine.llm.fusion import rows as fuse_rows
 from weftline.engine.llm.gpu.attention import GpuAttention
-from weftline.engine.llm.gpu.capture import FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.params import SamplingParams

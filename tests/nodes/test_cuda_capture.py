@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from weftline.engine.llm.gpu import capture
-from weftline.engine.llm.gpu.capture import WARM_UPS, CudaCapture, FakeCapture
+from weftline.engine.llm.gpu.fake_capture import FakeCapture
+from weftline.nodes.cuda_capture import WARM_UPS, CudaCapture
 
 
 @torch.inference_mode()
@@ -156,7 +156,7 @@ class _Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
-    monkeypatch.setattr(capture, "cuda", made)
+    monkeypatch.setattr(torch, "cuda", made)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.leave_pool, raising=False)
     return made
 
