@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import msgspec
 import numpy as np
 
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
@@ -36,6 +37,7 @@ from weftline.errors import BY_NAME, InputError, LimitReached, RemoteTraceback, 
 
 if TYPE_CHECKING:
     from weftline.engine.versions import Version
+    from weftline.shm.arena import HostArena
 
 
 _log = logging.getLogger("weftline.result")
@@ -105,10 +107,10 @@ class BorrowedResult:
         try:
             arenas = version.runtime.fleet.arenas
             for name, value in end.outputs.items():
-                output = unpack(value, arenas)
+                output = _unpacked(name, value, arenas)
                 outputs[name] = output if value.data is not None else _read_only(output)
             self.outputs = outputs
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, StepError):
             self.release()
             raise_if_closed(version)
             raise
@@ -151,7 +153,7 @@ def take_result(version: Version, request: int, end: ev.Command, started_ms: flo
         runtime = version.runtime
         try:
             for name, value in end.outputs.items():
-                output = unpack(value, runtime.fleet.arenas)
+                output = _unpacked(name, value, runtime.fleet.arenas)
                 outputs[name] = output if output.__class__ is str else owned(output)
                 if value.data is None:
                     placed += placed_bytes(value)
@@ -166,6 +168,14 @@ def take_result(version: Version, request: int, end: ev.Command, started_ms: flo
         return Result(outputs, end.timings, total_ms)
     finally:
         version.leave(request)
+
+
+def _unpacked(name: str, value: Value, arenas: Mapping[int, HostArena]) -> Any:
+    """Return an output as a Python value; StepError for bytes that are none of its kind."""
+    try:
+        return unpack(value, arenas)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StepError(f"output {name}: its worker sent bytes that hold no {value.kind}") from error
 
 
 def placed_bytes(value: Value) -> int:

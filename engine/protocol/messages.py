@@ -24,6 +24,25 @@ from weftline.shm.block import Block, Key, Place
 ErrorName = Annotated[str, msgspec.Meta(pattern=rf"\A(?:{'|'.join(BY_NAME)})\Z")]
 """Name of an error class that a worker may send; a message with another name does not decode."""
 
+COUNT_MAX = 1 << 53
+"""Limit on counts and sizes in bytes that a worker sends: whole numbers that a float holds exactly."""
+
+TIME_MS_MAX = 1e12
+"""Limit on times that a worker sends, 31 years: finite, and so are sums of them."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+Ms = Annotated[float, msgspec.Meta(ge=0, le=TIME_MS_MAX)]
+"""A duration in milliseconds. NaN does not decode, nor do infinite and negative numbers."""
+
+NAME_CHARS_MAX, REASON_CHARS_MAX = 1024, 16_384
+
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
+"""A text of a worker for errors and logs."""
+
+Digest = Annotated[bytes, msgspec.Meta(max_length=32)]
+"""A SHA-256, or nothing."""
+
 CHUNK_OVERHEAD_BYTES = 256
 """Memory charged for a queued chunk of a stream, in addition to its value: the Python objects around it."""
 
@@ -90,10 +109,10 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """
 
     error: ErrorName
-    message: str
-    stage: int = 0
-    traceback: str = ""
-    param: str = ""
+    message: Reason
+    stage: Count = 0
+    traceback: Annotated[str, msgspec.Meta(max_length=65_536)] = ""
+    param: Name = ""
 
 
 class ItemResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -400,8 +419,8 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Report that the worker has started and created its arena; the descriptor is sent with this message."""
 
-    pid: int
-    arena_bytes: int
+    pid: Count
+    arena_bytes: Count
 
 
 class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -415,12 +434,12 @@ class DeviceUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     why:    errors of the sharing modes that were tried first.
     """
 
-    device: str
-    size_bytes: int
-    share_mode: str
+    device: Name
+    size_bytes: Count
+    share_mode: Name
     handle: bytes = b""
     events: tuple[bytes, ...] = ()
-    why: str = ""
+    why: Reason = ""
 
 
 class AttachFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -429,30 +448,30 @@ class AttachFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     arena: negative if the arena can be mapped and the events of its writer cannot be opened.
     """
 
-    arena: int
-    why: str
+    arena: Annotated[int, msgspec.Meta(ge=-COUNT_MAX, le=COUNT_MAX)]
+    why: Reason
 
 
 class OpenProgress(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Progress of opening a step: a short phrase, and a fraction from 0 to 1."""
 
-    step: str
-    phrase: str
-    fraction: float
+    step: Name
+    phrase: Name
+    fraction: Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class OpenFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Report that a step could not be opened. The worker exits."""
 
-    step: str
+    step: Name
     failure: Failure
 
 
 class DeviceUse(msgspec.Struct, frozen=True, array_like=True):
     """Device memory of a step's node in bytes: after opening, and the peak during warm-up."""
 
-    open_bytes: int
-    peak_bytes: int
+    open_bytes: Count
+    peak_bytes: Count
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -465,29 +484,29 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     device_free:  free memory of the device at that time, with every process on it counted.
     """
 
-    opened_ms: dict[str, float]
-    warm_ms: dict[str, float] = {}
-    device_use: dict[str, DeviceUse] = {}
-    device_bytes: int = 0
-    device_free: int = 0
+    opened_ms: dict[Name, Ms]
+    warm_ms: dict[Name, Ms] = {}
+    device_use: dict[Name, DeviceUse] = {}
+    device_bytes: Count = 0
+    device_free: Count = 0
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):
     """KV memory use of a streaming step; fields as in NodeMemory."""
 
-    step: int
-    used_bytes: int
-    idle_bytes: int
-    free_bytes: int
-    waiting: int = 0
-    preempted: int = 0
-    wanted_bytes: int = 0
+    step: Count
+    used_bytes: Count
+    idle_bytes: Count
+    free_bytes: Count
+    waiting: Count = 0
+    preempted: Count = 0
+    wanted_bytes: Count = 0
 
 
 class NodeStats(msgspec.Struct, frozen=True, array_like=True):
     """Statistics of a step's node, by name."""
 
-    step: int
+    step: Count
     values: dict[str, float]
 
 
@@ -509,9 +528,9 @@ class BufferRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     dispatch: the waiting dispatch in a worker whose steps have separate threads; else 0.
     """
 
-    sizes: tuple[int, ...]
-    device_sizes: tuple[int, ...] = ()
-    dispatch: int = 0
+    sizes: tuple[Count, ...]
+    device_sizes: tuple[Count, ...] = ()
+    dispatch: Count = 0
 
 
 class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -521,9 +540,9 @@ class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
     streams: the items of a suspect Submit; `dispatch` is then 0.
     """
 
-    dispatch: int
-    digests: tuple[bytes, ...]
-    streams: tuple[int, ...] = ()
+    dispatch: Count
+    digests: tuple[Digest, ...]
+    streams: tuple[Count, ...] = ()
 
 
 class StepRun(msgspec.Struct, frozen=True, array_like=True):
@@ -534,9 +553,9 @@ class StepRun(msgspec.Struct, frozen=True, array_like=True):
     items:   number of items that reached the step.
     """
 
-    run_ms: float
-    batches: int
-    items: int
+    run_ms: Ms
+    batches: Count
+    items: Count
 
 
 class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -549,55 +568,55 @@ class BatchDone(msgspec.Struct, frozen=True, array_like=True, tag=True):
     device_moved_bytes:    bytes of tensors copied to or from the device.
     """
 
-    dispatch: int
+    dispatch: Count
     results: tuple[ItemResult | Failure, ...]
     ran: tuple[StepRun, ...]
-    copied_bytes: int = 0
-    out_of_memory: int = 0
+    copied_bytes: Count = 0
+    out_of_memory: Count = 0
     unfinished: bool = False
-    device_moved_bytes: int = 0
+    device_moved_bytes: Count = 0
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Report that the device work of these dispatches is done. Their BatchDone was marked `unfinished`."""
 
-    dispatches: tuple[int, ...]
+    dispatches: tuple[Count, ...]
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to Settle: the work that was on the worker's streams when it arrived is done."""
 
-    token: int
+    token: Count
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to Fetch: the copies in host memory, in the same order; or none, and the reason (`refused`)."""
 
-    token: int
+    token: Count
     values: tuple[Value, ...]
-    refused: str = ""
+    refused: Reason = ""
 
 
 class Asleep(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to Sleep: a step's node sleeps, and has freed `freed_bytes` of device memory."""
 
-    step: int
-    freed_bytes: int
+    step: Count
+    freed_bytes: Count
 
 
 class Awake(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to Wake: a step's node is ready after `took_ms`, or cannot be woken (`failure`)."""
 
-    step: int
-    took_ms: float
+    step: Count
+    took_ms: Ms
     failure: Failure | None = None
 
 
 class OutputChunk(msgspec.Struct, frozen=True, array_like=True):
     """Output chunk of a streaming item: new values by output port index. The last one may carry a failure."""
 
-    item: int
-    outputs: dict[int, Value]
+    item: Count
+    outputs: dict[Count, Value]
     last: bool = False
     failure: Failure | None = None
 
@@ -605,24 +624,24 @@ class OutputChunk(msgspec.Struct, frozen=True, array_like=True):
 class OutputChunks(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Output chunks of one round of a streaming step."""
 
-    step: int
+    step: Count
     pieces: tuple[OutputChunk, ...]
-    run_ms: float
-    copied_bytes: int = 0
+    run_ms: Ms
+    copied_bytes: Count = 0
 
 
 class ChunkRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Acknowledge input chunks that the node has received: their items, one for each chunk."""
 
-    step: int
-    items: tuple[int, ...]
+    step: Count
+    items: tuple[Count, ...]
 
 
 class KvResized(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Reply to KvResize: the actual KV memory of a step. It is the requested size in whole pages, or more if in use."""
 
-    step: int
-    bytes: int
+    step: Count
+    bytes: Count
 
 
 ToWorker = (

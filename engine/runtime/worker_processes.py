@@ -272,11 +272,11 @@ class WorkerProcesses:
             messages = list(map(msg.decode_from_worker, bodies))
             if worker in self._arenas_to_come:
                 self._map_arenas(worker, process, messages)
-        except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError) as error:
+        except (ChannelClosed, msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
             # Its socket is closed, or its messages are invalid: it is not read again, and its death follows.
             if isinstance(error, OSError) and error.errno in NONE_LEFT:
                 self._killed[worker] = f"its arena could not be mapped: {self.reason(error)}", NOT_STARTED
-            elif isinstance(error, msgspec.MsgspecError | ValueError):
+            elif isinstance(error, msgspec.MsgspecError | ValueError | RecursionError):
                 self._killed[worker] = f"it sent an invalid message: {one_line(str(error), 200)}", INVALID_MESSAGE
             self._unwatch(channel.fileno())
             process.kill()

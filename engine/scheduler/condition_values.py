@@ -36,7 +36,7 @@ def peek(value: Value) -> Any:
         raise ValueError(f"a condition cannot read {value.dtype or value.kind}{list(value.shape) or ''}")
     try:
         return _decoded(value, value.data)
-    except (struct.error, msgspec.MsgspecError, ValueError, LookupError, TypeError):
+    except (struct.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"{value.size_bytes} bytes that hold no {value.kind}") from None
 
 

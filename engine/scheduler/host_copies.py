@@ -23,6 +23,7 @@ from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import request_table, task_table, workers
 from weftline.engine.scheduler.device_work import leaves
+from weftline.engine.scheduler.message_check import foreign
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.workers import WorkerState
@@ -72,7 +73,7 @@ def on_fetched(state: SchedulerState, worker_id: int, message: msg.Fetched) -> N
         workers.kill(state, worker_id, "it sent a host copy that was not requested")
         return
     asked = state.host_copies.pop(message.token)
-    wrong = "" if message.refused else _misfit(state, asked, message)
+    wrong = "" if message.refused else _misfit(state, worker, asked, message)
     task, refused = asked.task, message.refused or wrong
     request_table.release(state, asked.keys)
     if task.id in state.live:
@@ -116,14 +117,14 @@ def _request_copy(state: SchedulerState, worker: WorkerState, task: Task) -> Non
     state.out.append(ev.Send(owner, msg.Fetch(state.host_copy_tokens, tuple(first))))
 
 
-def _misfit(state: SchedulerState, asked: HostCopy, message: msg.Fetched) -> str:
+def _misfit(state: SchedulerState, worker: WorkerState, asked: HostCopy, message: msg.Fetched) -> str:
     fits = len(message.values) == len(asked.values) and all(
         new.device_place is None and new.place is not None and _same(new, old)
         for new, old in zip(message.values, asked.values)
     )
     return (
         ""
-        if fits and request_table.holds_all(state, message.values)
+        if fits and request_table.holds_all(state, message.values) and not foreign(message.values, (), worker.granted)
         else "it sent a host copy of another tensor than requested"
     )
 

@@ -19,6 +19,7 @@ from weftline.engine.scheduler import (
     idle,
     kv_sharing,
     lost_devices,
+    message_check,
     request_table,
     streams,
     task_table,
@@ -29,6 +30,7 @@ from weftline.engine.scheduler.request import Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, Dispatch, WorkerState
+from weftline.shm.block import Block
 
 OPENING = frozenset({msg.Hello, msg.DeviceUp, msg.OpenFailed, msg.Ready})
 EITHER = frozenset({msg.AttachFailed, msg.OpenProgress})
@@ -65,6 +67,10 @@ def on_message(state: SchedulerState, event: ev.FromWorker) -> None:
         if wrong:
             workers.kill(state, event.worker, wrong)
             return
+    wrong = message_check.fault(state, event.worker, event.message)
+    if wrong:
+        workers.kill(state, event.worker, wrong)
+        return
     worker.last_message_ms = state.now_ms
     HANDLERS[kind](state, event.worker, event.message)
 
@@ -93,7 +99,7 @@ def _on_heartbeat(state: SchedulerState, worker_id: int, message: msg.Heartbeat)
     if message.memory:
         kv_sharing.on_report(state, worker_id, message.memory)
     for one in message.figures:
-        if all(queue.index != one.step for queue in state.queues_of[worker_id]) or not sound(one.values):
+        if not sound(one.values):
             workers.kill(state, worker_id, "it sent statistics for a step that it does not run")
             return
         state.workers[worker_id].figures[one.step] = one.values
@@ -170,8 +176,12 @@ def _on_suspected(state: SchedulerState, worker_id: int, message: msg.Suspected)
 def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone) -> None:
     worker = state.workers[worker_id]
     dispatch = _running_dispatch(worker, message.dispatch)
-    if dispatch is None or dispatch.needs or dispatch.device_needs or len(message.results) != len(dispatch.tasks):
+    if dispatch is None or dispatch.needs or dispatch.device_needs:
         workers.kill(state, worker_id, "it returned results of a batch that is not running")
+        return
+    wrong = message_check.result_fault(dispatch, message)
+    if wrong:
+        workers.kill(state, worker_id, wrong)
         return
     if message.unfinished:
         wrong = device_messages.unfinished_error(state, worker_id, dispatch, message)
@@ -187,7 +197,8 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
     state.counters.device_moved_bytes += message.device_moved_bytes
     for task, result in zip(dispatch.tasks, message.results):
         if task.id in state.live:
-            _on_result(state, worker_id, queue, task, result, message.ran)
+            blocks = (*dispatch.blocks, *dispatch.granted, *worker.granted)
+            _on_result(state, worker_id, queue, task, result, message.ran, blocks)
         else:
             task_table.end(state, task)
     if not message.unfinished and (dispatch.blocks or dispatch.granted or worker.granted):
@@ -272,7 +283,8 @@ def _on_output_chunks(state: SchedulerState, worker_id: int, message: msg.Output
                     task.started_ms if task.stream_input is None else max(task.started_ms, task.stream_input.whole_ms)
                 )
                 queue.learn(1, state.now_ms - since_ms, state.now_ms)  # without the wait for its source
-            _on_result(state, worker_id, queue, task, result, (msg.StepRun(run_ms, 1, beside),))
+            ran = (msg.StepRun(run_ms, 1, beside),)
+            _on_result(state, worker_id, queue, task, result, ran, worker.granted)
         else:
             task_table.end(state, task)
     streams.flush(state)
@@ -315,24 +327,27 @@ def _on_result(
     task: Task,
     result: msg.ItemResult | msg.Failure,
     ran: Sequence[msg.StepRun],
+    blocks: Sequence[Block],
 ) -> None:
-    """Handle the result of a live task: produce its outputs, or retry or fail it."""
+    """Handle the result of a live task: produce its outputs, or retry or fail it. blocks: leased for its outputs."""
     if isinstance(result, msg.Failure):
         if host_copies.retry_with_copy(state, worker_id, task):
             return
-        stage = min(max(result.stage, 0), len(task.unit.steps) - 1)
-        name = state.steps[task.unit.steps[stage]].name
-        record_timings(state, task, "failed", ran[: stage + 1])
+        name = state.steps[task.unit.steps[result.stage]].name
+        record_timings(state, task, "failed", ran[: result.stage + 1])
         task_table.fail(state, task, result.error, result.message, name, traceback=result.traceback, param=result.param)
         return
     outputs = result.outputs
-    inline = True
-    for value in outputs:
+    wrong = message_check.outputs_fault(state, task.unit, outputs)
+    for value in outputs if not wrong else ():
         if value.data is None:
-            inline = False
-    if len(outputs) != len(task.unit.returns) or not (inline or request_table.holds_all(state, outputs)):
-        workers.kill(state, worker_id, "it referred to memory that it does not hold")
-        task_table.fail(state, task, "WorkerDied", "the worker referred to memory that it does not hold", queue.name)
+            held = request_table.holds_all(state, outputs)
+            if not held or message_check.foreign(outputs, task.keys, blocks):
+                wrong = "it referred to memory that it does not hold"
+            break
+    if wrong:
+        workers.kill(state, worker_id, wrong)
+        task_table.fail(state, task, "WorkerDied", wrong, queue.name)
         return
     if state.lost_devices:  # an output may refer to inputs lost with another worker
         if any(lost_devices.has(state, value) for value in outputs):

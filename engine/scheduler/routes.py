@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import Chain, Stage
 from weftline.errors import InputError
+from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.wire import Wire
@@ -116,6 +117,8 @@ class Routes:
         wires = [Wire(None, given.name) for given in plan.inputs]
         wires += [Wire(step.name, port.name) for step in plan.steps for port in step.outputs]
         self.slots = {wire: slot for slot, wire in enumerate(wires)}
+        self.types: list[PortType | None] = [None] * len(plan.inputs)
+        self.types += [port.type for step in plan.steps for port in step.outputs]  # by slot
         self._producer = [-1] * len(plan.inputs) + [i for i, step in enumerate(plan.steps) for _ in step.outputs]
         self._step_at = {step.name: index for index, step in enumerate(plan.steps)}
         self.input_slots = [tuple(self.slots[given.wire] for given in step.inputs) for step in plan.steps]

@@ -31,6 +31,7 @@ import numpy as np
 
 from weftline.engine.protocol.channel import ChannelClosed
 from weftline.engine.protocol.messages import (
+    REASON_CHARS_MAX,
     AttachDevice,
     AttachFailed,
     DeviceUp,
@@ -112,7 +113,7 @@ class WorkerDevice:
             raise
         except DriverError as error:
             self._refused[refused] = str(error)
-            return AttachFailed(refused, str(error))
+            return AttachFailed(refused, str(error)[:REASON_CHARS_MAX])
         return None
 
     def retire(self, arena: int) -> None:
@@ -459,7 +460,11 @@ def open_device(message: OpenSteps) -> OpenedDevice:
         driver = open_driver(message.device)
     except (MissingPackage, DriverError) as error:
         _log.warning("device %s: tensors pass through host memory: %s", message.device, error)
-        device_up = DeviceUp(message.device, 0, "host", why=str(error)) if message.device_arena_bytes else None
+        device_up = (
+            DeviceUp(message.device, 0, "host", why=str(error)[:REASON_CHARS_MAX])
+            if message.device_arena_bytes
+            else None
+        )
         return OpenedDevice(None, device_up)
     if not message.device_arena_bytes:
         return OpenedDevice(WorkerDevice(driver), None)
@@ -478,7 +483,7 @@ def open_device(message: OpenSteps) -> OpenedDevice:
             why = "; ".join(filter(None, (why, f"events: {error}")))
     if why:
         _log.warning("device %s: tensors are shared by %s: %s", message.device, share_mode, why)
-    device = WorkerDevice(driver, arena, events)
+    device, why = WorkerDevice(driver, arena, events), why[:REASON_CHARS_MAX]
     if arena is None:
         return OpenedDevice(device, DeviceUp(message.device, 0, share_mode, why=why))
     handles = events.handles if events is not None else ()

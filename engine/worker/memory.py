@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from weftline.engine.protocol.messages import Fetch, Fetched, Value
+from weftline.engine.protocol.messages import REASON_CHARS_MAX, Fetch, Fetched, Value
 from weftline.engine.protocol.packed import Packed, Source
 from weftline.engine.protocol.values import live
 from weftline.engine.worker.device import WorkerDevice
@@ -215,7 +215,7 @@ def fetch(memory: Memory, message: Fetch) -> Fetched:
     try:
         return Fetched(message.token, _copied(memory, memory.device, message.values))
     except (LimitReached, StepError) as error:
-        return Fetched(message.token, (), str(error))
+        return Fetched(message.token, (), str(error)[:REASON_CHARS_MAX])
 
 
 def _copied(memory: Memory, device: WorkerDevice, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from weftline.engine.protocol import figures
 from weftline.engine.protocol.messages import (
+    NAME_CHARS_MAX,
     Asleep,
     Awake,
     Chain,
@@ -249,7 +250,8 @@ class Opener:
         """Return a step's node, opened and warmed up."""
 
         def progress(phrase: str, fraction: float) -> None:
-            self._send(OpenProgress(step.name, phrase, fraction))
+            known = fraction if 0 <= fraction <= 1 else 0.0  # of a node, and so any number
+            self._send(OpenProgress(step.name, phrase[:NAME_CHARS_MAX], known))
 
         message = self._message
         base_dir = Path(step.base_dir or message.base_dir)

@@ -342,10 +342,11 @@ class DeviceWorld:
         else:
             return None
         ready = message.ready.place(0, EVENT_BYTES) if unfinished and message.ready is not None else None
-        place = None
+        place, given = None, size
         if where == "both" and buffer is not None and buffer.blocks:
-            place = buffer.blocks[0].place(0, min(size, 20_000))
-        return msg.Value("bytes", place=place, device_place=block.place(position * size, size), ready=ready)
+            place, given = buffer.blocks[0].place(0, min(size, 20_000)), min(size, 20_000)
+        device_place = block.place(position * size, given)
+        return msg.Value("tensor", "uint8", (given,), place=place, device_place=device_place, ready=ready)
 
     # what must hold
 

@@ -5,7 +5,7 @@
     harness.answer("see")                  the worker that runs `see` returns the results of its batch
     assert harness.output(one) == "a"
 
-Values are JSON. A worker's result is the first input of the item, unless the test passes `compute`. The clock moves
+Values are JSON, whatever the type of their port, unless the harness is `typed`. A worker's result is the first input of the item, unless the test passes `compute`. The clock moves
 only in `advance`, where ready workers send heartbeats.
 """
 
@@ -21,6 +21,7 @@ from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.condition_values import peek
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.workers import GIVEN_UP, READY
+from weftline.nodes.ports import PortType
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
@@ -53,6 +54,12 @@ def plain(value: msg.Value) -> Any:
     return [plain(one) for one in value.items] if value.items is not None else peek(value)
 
 
+def any_type(scheduler: Scheduler) -> None:
+    """Accept values of any type as outputs of steps."""
+    routes = scheduler.state.routes
+    routes.types = [None if type is None else PortType("any") for type in routes.types]
+
+
 def plan_of(pipeline: Builder, cores: int = 8) -> Plan:
     return make_plan(pipeline.build(), Machine(cores, 8 << 30))
 
@@ -68,9 +75,13 @@ class SchedulerHarness:
     share_mode:   how workers share device memory.
     """
 
-    def __init__(self, pipeline: Builder | Plan, up: bool = True, share_mode: str = "descriptor") -> None:
+    def __init__(
+        self, pipeline: Builder | Plan, up: bool = True, share_mode: str = "descriptor", typed: bool = False
+    ) -> None:
         self.plan = pipeline if isinstance(pipeline, Plan) else plan_of(pipeline)
         self.scheduler = Scheduler(self.plan)
+        if not typed:
+            any_type(self.scheduler)
         self.now_ms = 0.0
         self.share_mode = share_mode
         self.ended: dict[int, ev.Finish | ev.Fail | ev.Refuse] = {}

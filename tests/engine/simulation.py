@@ -24,6 +24,7 @@ import msgspec
 from tests.engine.device_world import UNSEEN, UNSEEN_AND_BEGUN, DeviceWorld, with_devices
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
+from tests.engine.scheduler_harness import any_type
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -69,6 +70,7 @@ class World:
         self.kv = KvWorld(self.plan, seed)
         self.gpus = DeviceWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
+        any_type(self.scheduler)
         self.clock = ManualClock()
         self.requests = requests
         self.todo: list[tuple[float, int, tuple[object, ...]]] = []
@@ -294,13 +296,14 @@ class World:
     def on_open(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
             return
-        self.say(worker, arena, msg.OpenProgress("s0", "opening", 0.5))
+        own = [step.name for step in self.plan.steps if worker in step.workers]
+        self.say(worker, arena, msg.OpenProgress(own[0], "opening", 0.5))
         if self.deadly and self.rng.random() < 0.05:
-            self.say(worker, arena, msg.OpenFailed("s0", msg.Failure("ModelError", "drawn")))
+            self.say(worker, arena, msg.OpenFailed(own[0], msg.Failure("ModelError", "drawn")))
             self.later(("die", worker, arena))
             return
         self.ready.add(worker)
-        self.say(worker, arena, msg.Ready({}, {step.name: 2.0 for step in self.plan.steps if self.rng.random() < 0.3}))
+        self.say(worker, arena, msg.Ready({}, {name: 2.0 for name in own if self.rng.random() < 0.3}))
         self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
         self.at(self.now + self.gpus.attach_ms(), ("attach", worker, arena))
         if self.deadly and self.rng.random() < 0.3:

@@ -97,7 +97,7 @@ STRAY = msg.Value("json", place=Place(1, 0, 4096, 0, 77))
         (msg.BatchDone(99, (msg.ItemResult((text("a"),)),), ()), "it returned results of a batch that is not running"),
         (msg.BatchDone(1, (), ()), "it returned results of a batch that is not running"),
         (msg.BatchDone(1, (msg.ItemResult((STRAY,)),), ()), "it referred to memory that it does not hold"),
-        (msg.BatchDone(1, (msg.ItemResult(()),), ()), "it referred to memory that it does not hold"),
+        (msg.BatchDone(1, (msg.ItemResult(()),), ()), "it returned 0 outputs, and its step has 1"),
         (msg.Hello(1, ARENA_BYTES), "it sent Hello while it was ready"),
         (msg.Ready({}), "it sent Ready while it was ready"),
         (msg.OutputChunks(5, (), 1.0), "it sent chunks of a step that it does not run"),
@@ -193,7 +193,7 @@ def test_a_last_piece_that_lacks_a_port_costs_the_worker_its_life() -> None:
     one = harness.submit(x=text("a"))
     step, item = harness.streaming[0][0]
     harness.receive(0, msg.OutputChunks(step, (msg.OutputChunk(item, {}, True),), 1.0))
-    assert harness.kill_reasons() == ["it referred to memory that it does not hold"]
+    assert harness.kill_reasons() == ["it returned 0 outputs, and its step has 1"]
     assert harness.failure(one).error == "WorkerDied"
 
 
@@ -276,11 +276,12 @@ def test_a_failure_in_a_chain_names_the_step_that_failed() -> None:
     assert harness.failure(one).step == "b"
 
 
-def test_a_stage_that_does_not_exist_is_taken_for_the_last() -> None:
+def test_a_failure_of_a_stage_that_does_not_exist_kills_the_worker() -> None:
     harness = chained()
-    one = harness.submit(x=1)
+    harness.submit(x=1)
     harness.answer("a", lambda x: msg.Failure("StepError", "drawn", 99))
-    assert harness.failure(one).step == "c"
+    [why] = harness.kill_reasons()
+    assert why == "it returned a failure of a stage that is not among the 3 of its dispatch"
 
 
 # every message in every state of a worker
