@@ -19,6 +19,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -87,6 +88,7 @@ class OpenablePipeline(PlannedPipeline):
         block_rows: int | None = None,
         seed: int = 0,
         as_dataset: bool = False,
+        media_roots: Sequence[str | Path] = (),
     ) -> Any:
         """Run the rows of a data set and return the results in order, as an iterator of dicts.
 
@@ -98,6 +100,8 @@ class OpenablePipeline(PlannedPipeline):
         block_rows: rows that run together; None: chosen by the pipeline.
         seed:       seed from which the rows' seeds are made.
         as_dataset: return a `datasets.Dataset` of all rows instead.
+        media_roots: folders below which rows may name files by text, beside the working directory or the folder of
+                    `dataset`; a `pathlib.Path` in a row may lead anywhere.
 
         Models load once the data set is known to fit the pipeline. Closing or dropping the iterator closes the
         pipeline. Nothing is written and nothing resumes: use `weftline batch` for that.
@@ -110,7 +114,16 @@ class OpenablePipeline(PlannedPipeline):
         factory = local_runner_factory(
             self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
         )
-        return map_plan(self.plan, factory, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
+        return map_plan(
+            self.plan,
+            factory,
+            dataset,
+            maps=maps,
+            keep=keep,
+            errors=errors,
+            as_dataset=as_dataset,
+            media_roots=media_roots,
+        )
 
 
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
@@ -307,13 +320,16 @@ class Session:
         block_rows: int | None = None,
         seed: int = 0,
         as_dataset: bool = False,
+        media_roots: Sequence[str | Path] = (),
     ) -> Any:
         """Run the rows of a data set as OpenablePipeline.map does, on this session, behind other requests."""
         from weftline.engine.jobs.dataset_map import map_rows
         from weftline.engine.jobs.runners.session_runner import SessionRunner
 
         runner = SessionRunner(self, outputs=outputs, seed=seed, block_rows=block_rows)
-        return map_rows(runner, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset)
+        return map_rows(
+            runner, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset, media_roots=media_roots
+        )
 
     def stream(self, options: RequestOptions | None = None, /, **inputs: Any) -> OutputStream:
         """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.

@@ -23,6 +23,8 @@ from weftline.errors import BY_NAME, InputError, MissingPackage, RemoteTraceback
 from weftline.nodes.ports import PortType
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import datasets
 
     from weftline.engine.jobs.runners.factory import RunnerFactory
@@ -43,6 +45,7 @@ def map_rows(
     errors: Literal["raise", "rows"] = "raise",
     block_rows: int | None = None,
     as_dataset: bool = False,
+    media_roots: Sequence[str | Path] = (),
 ) -> MappedRows | datasets.Dataset:
     """Run a data set; returns its rows in order as dicts, or as a Hugging Face data set.
 
@@ -55,6 +58,7 @@ def map_rows(
                 reason.
     block_rows: rows per block; None: chosen for the pipeline.
     as_dataset: return the whole result in memory, with images and audio as features.
+    media_roots: folders below which rows may name files by text, beside the working directory.
 
     A column with the name of an output, or of the key `error`, is renamed input_NAME.
     """
@@ -62,7 +66,9 @@ def map_rows(
     try:
         _check(errors, block_rows, runner.outputs)
         rows = block_rows or runner.block_rows
-        runs = runs_of(dataset, DatasetQuery(runner.inputs, must, dict(maps or {}), keep, rows))
+        runs = runs_of(
+            dataset, DatasetQuery(runner.inputs, must, dict(maps or {}), keep, rows, tuple(map(str, media_roots)))
+        )
     except BaseException:
         runner.close()
         raise
@@ -78,6 +84,7 @@ def map_plan(
     keep: Sequence[str] | None = None,
     errors: Literal["raise", "rows"] = "raise",
     as_dataset: bool = False,
+    media_roots: Sequence[str | Path] = (),
 ) -> MappedRows | datasets.Dataset:
     """As `map_rows` for a pipeline that is not open; models load after the data set is checked.
 
@@ -85,7 +92,9 @@ def map_plan(
     """
     _check(errors, factory.block_rows, factory.repeatable)
     inputs, must = row_inputs(plan)
-    runs = runs_of(dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, factory.block_rows))
+    runs = runs_of(
+        dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, factory.block_rows, tuple(map(str, media_roots)))
+    )
     try:
         runner = factory()
     except BaseException:

@@ -61,6 +61,7 @@ class DatasetQuery:
     maps:   columns by pipeline input, where the names differ.
     keep:   columns to copy; None: all but media columns.
     rows:   most rows of a chunk.
+    media_roots: folders below which rows may name files, beside the working directory, or the data's own folder.
     """
 
     inputs: Mapping[str, PortType]
@@ -68,6 +69,7 @@ class DatasetQuery:
     maps: Mapping[str, str]
     keep: Sequence[str] | None
     rows: int
+    media_roots: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in self.maps:
@@ -111,7 +113,7 @@ def known_names(name: object, known: Iterable[object]) -> str:
 
 def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
     """Return the chunks of a data set at a path, as in `weftline batch --data`."""
-    spec = DataSpec((path,))
+    spec = DataSpec((path,), media_roots=tuple(map(str, wanted.media_roots)))
     optional = [name for name in wanted.inputs if name not in wanted.required and name not in wanted.maps]
     source = open_source(spec, optional=optional)
     try:
@@ -206,7 +208,8 @@ def runs_of_tables(
             return iter(())
         schema, tables = first[1].schema, itertools.chain([first], tables)
     binding = bind(schema, wanted.inputs, wanted.required, wanted.maps)
-    return _table_runs(tables, binding, kept_of(schema.names, binding.kept, wanted), wanted.rows, loader)
+    kept = kept_of(schema.names, binding.kept, wanted)
+    return _table_runs(tables, binding, kept, wanted.rows, loader or _loader(wanted))
 
 
 def _table_runs(
@@ -214,12 +217,11 @@ def _table_runs(
     binding: Binding,
     kept: Sequence[str],
     rows: int,
-    loader: Loader | None,
+    loader: Loader,
 ) -> Iterator[RowChunk]:
     from weftline.engine.jobs.sources.cells import python_rows
-    from weftline.engine.jobs.sources.media import Loader
 
-    with loader or Loader() as files:
+    with loader as files:
         for ids, table in tables:
             for start in range(0, len(table), rows):
                 part = table.slice(start, rows)
@@ -243,6 +245,14 @@ def _typed(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for why in reasons.values():
         raise InputError(f"copied columns: {why}; select others with keep=")
     return found
+
+
+def _loader(wanted: DatasetQuery) -> Loader:
+    """Return a loader of files that rows name by text: below the working directory, or a folder that is allowed."""
+    from weftline.engine.jobs.sources.arrow_readers import hub_caches
+    from weftline.engine.jobs.sources.media import Loader
+
+    return Loader(roots=(".", *hub_caches(), *map(str, wanted.media_roots)))
 
 
 MEDIA = ("image", "audio", "bytes")
@@ -301,10 +311,8 @@ def _is_media(value: Any, type: PortType) -> bool:
 def _mapping_runs(
     rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
 ) -> Iterator[RowChunk]:
-    from weftline.engine.jobs.sources.media import Loader
-
     place = 0
-    with Loader() as loader:
+    with _loader(wanted) as loader:
         while part := list(itertools.islice(rows, wanted.rows)):
             for row, one in enumerate(part):
                 _check_mapping(one, place + row)
@@ -340,10 +348,10 @@ def _content(value: Any, type: PortType) -> Any:
     return value
 
 
-def _file_of(value: Any, type: PortType) -> str | None:
-    """Return the path or URL that a value names; None for other values."""
+def _file_of(value: Any, type: PortType) -> str | Path | None:
+    """Return the path or URL that a value names; None for other values. A Path is the calling program's: trusted."""
     if isinstance(value, Path):
-        return str(value)
+        return value
     return value if isinstance(value, str) and type.kind in FILES else None
 
 

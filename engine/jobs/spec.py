@@ -27,6 +27,8 @@ class DataSpec:
     limit:   most rows.
     split:   of a Hugging Face data set.
     storage: options for fsspec, such as keys of an object store.
+    media_roots: further folders and URLs below which rows may name files, beside the folders of `data`.
+    media_urls:  rows may name public http and https URLs.
     """
 
     data: tuple[str, ...]
@@ -39,6 +41,8 @@ class DataSpec:
     limit: int | None = None
     split: str | None = None
     storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+    media_roots: tuple[str, ...] = ()
+    media_urls: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ refuses constraints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.params import SamplingParams, sampling_error
@@ -19,14 +20,26 @@ if TYPE_CHECKING:
 
 _PREFIX = "sampling: the constraint: "
 """Prefix of the compiler's and the matchers' errors, which do not contain the key of the constraint."""
+NO_CONSTRAINT: Mapping[str, Any] = {}
 WAIT_MS = 2.0
 """Time that a step waits for a grammar when there is nothing else to compute."""
 
 
 class RequestGrammars:
-    """Matchers by sequence; the compiler starts with the first grammar. tokens: None refuses constraints."""
+    """Matchers by sequence; the compiler starts with the first grammar.
 
-    def __init__(self, tokens: Tokens | None, vocabulary: int = 0, ends: frozenset[int] = frozenset()) -> None:
+    tokens: None refuses constraints.
+    own:    the constraint of the pipeline file, as SamplingParams.constraint; all callers share it once compiled.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | None,
+        vocabulary: int = 0,
+        ends: frozenset[int] = frozenset(),
+        own: Mapping[str, Any] = NO_CONSTRAINT,
+    ) -> None:
+        self._own = dict(own)
         self._tokens = tokens
         self._vocabulary = vocabulary
         self._ends = ends
@@ -46,7 +59,9 @@ class RequestGrammars:
         constraint = Constraint.read(constraints)
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._tokens.tokenizer, self._vocabulary, self._ends)
-        self._pending[request.sequences[0].order] = self._compiler.submit(constraint)
+        first = request.sequences[0]
+        salt = b"" if constraints == self._own else first.own_salt
+        self._pending[first.order] = self._compiler.submit(constraint, salt)
         return True
 
     def is_ready(self, request: LlmRequest, wait: bool) -> bool:

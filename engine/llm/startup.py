@@ -53,7 +53,8 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
         models = [runner] if draft is None else [runner, draft]
         fill_device(models, limits, context.memory_limit, TorchMeter(runner.device))
     speculation = _speculation(config, draft, limits)
-    engine = Engine(runner, tokens, limits, True, speculation, RequestGrammars(tokens, runner.vocabulary, runner.ends))
+    grammars = RequestGrammars(tokens, runner.vocabulary, runner.ends, config.sampling.constraint)
+    engine = Engine(runner, tokens, limits, True, speculation, grammars)
     return engine, tokens, images
 
 

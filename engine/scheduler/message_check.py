@@ -1,9 +1,9 @@
 """Compare messages of workers with the work that was sent to them. Pure.
 
-The decoder (`engine/protocol/messages.py`) bounds each field by itself: times are finite, counts are not negative, texts
-are short. Here fields are compared with the plan and the worker's state: ids and names of steps, the stages, batches and
-items of a dispatch, sizes, and for each output its kind, dtype, shape, size in bytes and lease. A worker that sends
-another message is killed; its items are handled like those of any death.
+The decoder (`engine/protocol/messages.py`) bounds each field by itself: times are finite, counts are not negative,
+texts are short. Here fields are compared with the plan and the worker's state: ids and names of steps, the stages,
+batches and items of a dispatch, sizes, and for each output its kind, dtype, shape, size in bytes and lease. A worker
+that sends another message is killed; its items are handled like those of any death.
 
 An output may be in a block that was leased for its dispatch, or in one of its own inputs. A place in a block of another
 request would be that request's data.
@@ -33,7 +33,7 @@ ARRAYS = {"tensor": None, "image": "uint8", "audio": "float32"}
 
 BYTES_KINDS = frozenset({"text", "json", "bytes", "detections"})
 CALLS_PER_ITEM_MAX = 4
-"""Most calls of a node for each item: a batch of which every item fails is halved down to single ones, 2 n - 1 calls."""
+"""Most calls of a node for each item: a batch of n that all fail is halved to single items, 2 n - 1 calls."""
 
 LATE_MS = 60_000.0
 """Time over its limit that a dispatch may have run: its worker is killed for it, but its answer may arrive first."""

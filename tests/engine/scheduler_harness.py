@@ -5,7 +5,8 @@
     harness.answer("see")                  the worker that runs `see` returns the results of its batch
     assert harness.output(one) == "a"
 
-Values are JSON, whatever the type of their port, unless the harness is `typed`. A worker's result is the first input of the item, unless the test passes `compute`. The clock moves
+Values are JSON, whatever the type of their port, unless the harness is `typed`. A worker's result is the first input of
+the item, unless the test passes `compute`. The clock moves
 only in `advance`, where ready workers send heartbeats.
 """
 

@@ -104,6 +104,17 @@ class BatchOptions:
         tuple[str, ...],
         typer.Option(metavar="KEY=VALUE", help="fsspec option of the file system behind URLs; repeatable."),
     ] = field(default=(), repr=False)
+    media_root: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--media-root",
+            metavar="FOLDER",
+            help="Folder or URL below which rows may name files, beside the data's own folder; repeatable.",
+        ),
+    ] = ()
+    media_urls: Annotated[
+        bool, typer.Option("--media-urls", help="Rows may name files by http and https URL on public addresses.")
+    ] = False
     out_format: Annotated[
         OutFormat | None, typer.Option(help="Format of OUTPUT; by default from its name, else parquet.")
     ] = None
@@ -235,7 +246,7 @@ def parse(options: BatchOptions) -> tuple[BatchRequest | None, Sequence[str]]:
         return None, mistakes
     data = DataSpec(
         options.data, options.format, maps, options.id, options.where, options.shuffle, shard, options.limit,
-        options.split, storage,
+        options.split, storage, options.media_root, options.media_urls,
     )  # fmt: skip
     out = OutSpec(
         options.out or "", options.out_format, options.outputs or None, _kept(options.keep), options.media,

@@ -6,6 +6,7 @@ when a job resumes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -298,7 +299,9 @@ class HuggingFaceReader:
     A piece is a range of rows, or all when not `fine`; a mark is a row.
     """
 
-    def __init__(self, dataset: Any, origin: Origin) -> None:
+    def __init__(self, dataset: Any, origin: Origin, roots: Sequence[str] | None = None) -> None:
+        """Open a split. roots: folders that its file names must be below; None: those of its origin."""
+        self.roots = roots
         self._dataset = dataset.with_format("arrow")
         self._fingerprint = str(dataset._fingerprint)
         try:
@@ -347,6 +350,15 @@ def from_disk(path: str, shown: str, split: str | None, storage: Mapping[str, st
     return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), shown, path))
 
 
+def hub_caches() -> tuple[str, ...]:
+    """Return the folders of files that `datasets` downloads and its rows name; none unless it is imported."""
+    config = getattr(sys.modules.get("datasets"), "config", None)
+    names = ("HF_DATASETS_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH")
+    found = [str(getattr(config, name)) for name in names if getattr(config, name, None)]
+    hub = getattr(sys.modules.get("huggingface_hub.constants"), "HF_HUB_CACHE", None)
+    return (*found, *([str(hub)] if hub else []))
+
+
 def by_name(name: str, split: str | None) -> HuggingFaceReader:
     """Open `NAME` or `NAME:CONFIG` from the Hub; InputError if it cannot be loaded."""
     import datasets
@@ -362,7 +374,7 @@ def by_name(name: str, split: str | None) -> HuggingFaceReader:
             "    fix: check the name, the split and the network; a folder written by save_to_disk needs neither"
         ) from None
     dataset = _one_split(found, None if split else split, f"hf:{name}")
-    return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), f"hf:{name}"))
+    return HuggingFaceReader(dataset, Origin(str(dataset.split or "rows"), f"hf:{name}"), hub_caches())
 
 
 def _one_split(found: Any, split: str | None, shown: str) -> Any:

@@ -72,6 +72,11 @@ class SourceFile:
         """Local path, or URL, for fsspec.open."""
         return self.path if self.local else str(self.fs.unstrip_protocol(self.path))
 
+    @property
+    def base_url(self) -> str:
+        """Path or URL of `base`."""
+        return self.base if self.local else str(self.fs.unstrip_protocol(self.base))
+
     def open(self) -> BinaryIO:
         """Open the file for reading; InputError if that fails."""
         try:
@@ -156,9 +161,14 @@ def origins(files: Sequence[SourceFile]) -> tuple[Origin, ...]:
         shown_url(one.url if common is None else posixpath.relpath(without_query(one.path), common)) for one in files
     ])  # fmt: skip
     return tuple(
-        Origin(name, one.shown, posixpath.dirname(without_query(one.url)))
+        Origin(name, one.shown, posixpath.dirname(without_query(one.url)), one.base_url)
         for name, one in zip(names, files, strict=True)
     )
+
+
+def root_urls(files: Sequence[SourceFile]) -> tuple[str, ...]:
+    """Return the folders of the arguments that named files, as paths or URLs."""
+    return tuple(dict.fromkeys(one.base_url for one in files))
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import posixpath
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from tarfile import TarError
 from typing import Any, Self
 
-import fsspec
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import Unusable
 from weftline.engine.jobs.sources.cells import cell_kind, json_values, learned_json
 from weftline.engine.jobs.sources.formats import compression_of, media_kind, shown_url
-from weftline.engine.jobs.sources.locations import SourceFile, of_media, of_tables, origins, unreadable
+from weftline.engine.jobs.sources.locations import SourceFile, of_media, of_tables, origins, root_urls, unreadable
 from weftline.engine.jobs.sources.reader import BATCH_BYTES, MEANS, UNUSABLE, Batch, Mark, Origin, RowRange
+from weftline.engine.jobs.sources.row_files import Outside, check_url, is_url, joined, read_local, read_url
 from weftline.engine.jobs.sources.text_reader import unpacked
 from weftline.errors import InputError, first_line
 
@@ -53,6 +50,7 @@ class MediaReader:
         self._files = files
         self._names = [one.name for one in origins(files)]
         self.origins: Sequence[Origin] = (Origin("files", "files"),)
+        self.roots = root_urls(files)
         self._kinds = [media_kind(one.shown) for one in files]
         paths = [pa.field(kind, pa.string(), metadata={MEANS: b"path"}) for kind in KINDS if kind in set(self._kinds)]
         self.schema: pa.Schema = pa.schema([pa.field("path", pa.string()), pa.field("name", pa.string()), *paths])
@@ -220,7 +218,9 @@ class Loader:
     threads:   files read concurrently.
     bytes_max: larger files are refused.
     folder:    path or URL that relative paths are relative to; '' is the working directory.
-    storage:   fsspec options, for URLs of the folder's protocol.
+    storage:   fsspec options, for URLs below a root.
+    roots:     folders and URLs that files must be below; None: `folder`.
+    urls:      other public URLs of http and https may be named.
     """
 
     def __init__(
@@ -229,15 +229,22 @@ class Loader:
         bytes_max: int = BYTES_MAX,
         folder: str = "",
         storage: Mapping[str, str] | None = None,
+        roots: Sequence[str] | None = None,
+        urls: bool = False,
     ) -> None:
         self.bytes_max = bytes_max
         self._folder, self._storage = folder, dict(storage or {})
+        self._roots = tuple(one or "." for one in (roots if roots is not None else (folder,)))
+        self._urls = urls
         self._threads = ThreadPoolExecutor(threads, "load")
 
-    def read_all(self, urls: Sequence[str], folders: Sequence[str | None] | None = None) -> list[bytes | Unusable]:
+    def read_all(
+        self, urls: Sequence[str | Path], folders: Sequence[str | None] | None = None
+    ) -> list[bytes | Unusable]:
         """Return the content of each file, in order, or Unusable with the reason.
 
-        folders: folder that each path is relative to; None: the loader's folder.
+        urls:    names of a row, or paths of the calling program, which may lead anywhere.
+        folders: folder that each name is relative to; None: the loader's folder.
         """
         return list(self._threads.map(self._read, urls, folders if folders is not None else [None] * len(urls)))
 
@@ -251,49 +258,28 @@ class Loader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _read(self, written: str, folder: str | None) -> bytes | Unusable:
-        if not written:
+    def _read(self, written: str | Path, folder: str | None) -> bytes | Unusable:
+        if not str(written):
             return Unusable("an empty file name")
-        url = _joined(self._folder if folder is None else folder, written)
         try:
-            data = self._local(url) if "://" not in url else self._remote(url)
+            data = self._content(written, folder)
+        except Outside as error:
+            return Unusable(shown_url(f"cannot read {written!s:.200}: {error}"))
         except FileNotFoundError:
             return Unusable(shown_url(f"there is no file {written}"))
         except Exception as error:  # remote file systems raise any exception of their client
             reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
             return Unusable(shown_url(f"cannot read {written}: {reason[:200]}"))
         if len(data) > self.bytes_max:
-            return Unusable(f"{shown_url(written)} has more than {self.bytes_max} bytes, the most that are read")
+            return Unusable(f"{shown_url(str(written))} has more than {self.bytes_max} bytes, the most that are read")
         return data
 
-    def _local(self, path: str) -> bytes:
-        with os.fdopen(_open_regular(path), "rb") as stream:
-            return stream.read(self.bytes_max + 1)
-
-    def _remote(self, url: str) -> bytes:
-        same = url.split("://", 1)[0] == self._folder.split("://", 1)[0]
-        fs, path = fsspec.core.url_to_fs(url, **(self._storage if same else {}))
-        with fs.open(path, "rb") as stream:
-            data: Any = stream.read(self.bytes_max + 1)
-        return bytes(data)
-
-
-def _open_regular(path: str) -> int:
-    """Open a file; OSError for a pipe or a device, which may never end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(handle).st_mode
-    if stat.S_ISREG(mode):
-        return handle
-    os.close(handle)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    raise OSError(errno.EINVAL, "it is no regular file")
-
-
-def _joined(folder: str, written: str) -> str:
-    """Return the path or URL of a file named in a row."""
-    if "://" in written or written.startswith("/") or not folder:
-        return written
-    if written.startswith("~/"):
-        return posixpath.expanduser(written)
-    return posixpath.join(folder, written)
+    def _content(self, written: str | Path, folder: str | None) -> bytes:
+        most = self.bytes_max + 1
+        if isinstance(written, Path):  # of the calling program
+            return read_local(str(written), ("/",), most)
+        url = joined(self._folder if folder is None else folder, written)
+        if not is_url(url):
+            return read_local(url, self._roots, most)
+        check_url(url, self._roots, self._urls)
+        return read_url(url, self._roots, self._storage, most)

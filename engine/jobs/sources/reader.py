@@ -53,11 +53,13 @@ class Origin:
     name:   used in row ids: the file's path below the folder common to all files.
     shown:  used in messages: the file as the user wrote it.
     folder: path or URL that paths in its rows are relative to; '' is the working directory.
+    root:   path or URL of the folder that these paths must not leave; '': `folder`.
     """
 
     name: str
     shown: str
     folder: str = ""
+    root: str = ""
 
 
 @dataclass(frozen=True, slots=True)

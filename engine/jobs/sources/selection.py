@@ -107,6 +107,12 @@ class SelectedSource:
         return self._reader.origins[0].folder
 
     @property
+    def roots(self) -> tuple[str, ...]:
+        """Folders that files named in rows must be below."""
+        own: Sequence[str] | None = getattr(self._reader, "roots", None)
+        return tuple(own if own is not None else dict.fromkeys(one.root or one.folder for one in self._reader.origins))
+
+    @property
     def expected(self) -> int | None:
         if self._where:
             return None

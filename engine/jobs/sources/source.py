@@ -59,7 +59,9 @@ def open_loader(source: Source, spec: DataSpec) -> Loader:
     """Return a loader of the files named in a source's rows; close it after the last row."""
     from weftline.engine.jobs.sources.media import Loader
 
-    return Loader(folder=getattr(source, "folder", ""), storage=spec.storage)
+    folder = getattr(source, "folder", "")
+    roots = (*getattr(source, "roots", (folder,)), *spec.media_roots)
+    return Loader(folder=folder, storage=spec.storage, roots=roots, urls=spec.media_urls)
 
 
 def need(package: str) -> Any:

@@ -107,33 +107,36 @@ class GrammarCompiler:
         self._cache_max = cache_max
         self._trials = trials or TrialProcess()
         self._vocabulary: Vocabulary | ModelError | None = None
-        self._known: OrderedDict[Constraint, Pending] = OrderedDict()
-        self._waiting: queue.Queue[tuple[Constraint, Pending] | None] = queue.Queue(WAITING_MAX)
+        self._known: OrderedDict[tuple[bytes, Constraint], Pending] = OrderedDict()
+        self._waiting: queue.Queue[tuple[bytes, Constraint, Pending] | None] = queue.Queue(WAITING_MAX)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, constraint: Constraint) -> Pending:
+    def submit(self, constraint: Constraint, salt: bytes = b"") -> Pending:
         """Queue a constraint and return its future without waiting.
+
+        salt: callers with the same salt share a compiled constraint. For others its time is that of a new one, so it
+              does not depend on what other callers have sent.
 
         LimitReached when too many wait, SessionClosed after `close`.
         """
         with self._lock:
             if self._closed:
                 raise SessionClosed("the engine is closed")
-            pending = self._known.get(constraint)
+            pending = self._known.get((salt, constraint))
             if pending is None:
                 pending = Pending()
                 try:
-                    self._waiting.put_nowait((constraint, pending))
+                    self._waiting.put_nowait((salt, constraint, pending))
                 except queue.Full:
                     message = f"sampling: {WAITING_MAX} constraints wait to be prepared, the limit; try again"
                     raise LimitReached(message, 1.0) from None
-                self._known[constraint] = pending
+                self._known[salt, constraint] = pending
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="weftline-grammars", daemon=True)
                     self._thread.start()
-            self._known.move_to_end(constraint)
+            self._known.move_to_end((salt, constraint))
             while len(self._known) > self._cache_max:
                 self._known.popitem(last=False)
             return pending
@@ -149,13 +152,13 @@ class GrammarCompiler:
             return
         with contextlib.suppress(queue.Empty):
             while (job := self._waiting.get_nowait()) is not None:
-                job[1].finish(SessionClosed("the engine was closed while the constraint waited"))
+                job[2].finish(SessionClosed("the engine was closed while the constraint waited"))
         self._waiting.put(None)
         thread.join(CLOSE_MAX_S)
 
     def _run(self) -> None:
         while (job := self._waiting.get()) is not None:
-            constraint, pending = job
+            salt, constraint, pending = job
             try:
                 outcome: Grammar | WeftlineError = self._prepare(constraint)
             except WeftlineError as error:
@@ -163,15 +166,15 @@ class GrammarCompiler:
             except BaseException as error:  # a panic too: a thread that ended here would leave everybody waiting
                 outcome = sampling_error(constraint.kind, f"cannot be prepared: {type(error).__name__}")
             if not isinstance(outcome, Grammar | InputError):
-                self._forget(constraint, pending)
+                self._forget((salt, constraint), pending)
             pending.finish(outcome)
         self._trials.kill()
 
-    def _forget(self, constraint: Constraint, pending: Pending) -> None:
+    def _forget(self, key: tuple[bytes, Constraint], pending: Pending) -> None:
         """Remove a transient failure from the cache."""
         with self._lock:
-            if self._known.get(constraint) is pending:
-                del self._known[constraint]
+            if self._known.get(key) is pending:
+                del self._known[key]
 
     def _prepare(self, constraint: Constraint) -> Grammar:
         error = self._trials.wait_trial(_translated(_without_token_ids(constraint)))

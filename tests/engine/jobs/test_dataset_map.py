@@ -240,7 +240,7 @@ def test_pictures_stay_behind_and_names_of_files_come_along(tmp_path: Path) -> N
         (pa.table({"photo": [str(file)], "n": [1]}), {"photo": str(file)}),
         (made.cast_column("photo", datasets.Image()), {}),
     ):
-        (row,) = map_rows(Looker(), rows)
+        (row,) = map_rows(Looker(), rows, media_roots=(tmp_path,))
         assert (row["n"], row["size"]) == (1, [2, 3, 3])
         assert {name: row[name] for name in row if name not in ("n", "size", "same")} == kept
 

@@ -58,6 +58,22 @@ def _finish(engine: Engine) -> tuple[dict[tuple[int, int], str], dict[int, Excep
     return texts, errors
 
 
+def test_callers_share_the_grammar_of_the_pipeline_file_only(engine):
+    tokens, runner = engine.tokens, engine.runner
+    grammars = RequestGrammars(tokens, runner.vocabulary, runner.ends, {"regex": "own"})
+    made = Engine(runner, tokens, RoundLimits(64, 8), grammars=grammars)
+    salts: list[tuple[bytes, str]] = []
+    made.add(0, [5], SamplingParams(**FREE, regex="other"), LlmRequestOptions(salt=b"a"))
+    submit = grammars._compiler.submit
+    grammars._compiler.submit = lambda constraint, salt: (
+        salts.append((salt, constraint.value)) or submit(constraint, salt)
+    )
+    for at, (salt, regex) in enumerate([(b"a", "own"), (b"b", "own"), (b"a", "other"), (b"b", "other")], 1):
+        made.add(at, [5], SamplingParams(**FREE, regex=regex), LlmRequestOptions(salt=salt))
+    assert salts == [(b"", "own"), (b"", "own"), (b"a", "other"), (b"b", "other")]
+    grammars.close()
+
+
 @pytest.mark.slow
 def test_answers_of_many_forms_side_by_side_are_of_their_forms(engine):
     wanted = [

@@ -246,7 +246,7 @@ def test_files_in_lists_lie_beside_the_file_of_their_row(tmp_path: Path) -> None
         Path(folder).mkdir()
         (Path(folder) / "p").write_text(folder[-1])
     table = pa.table({"x": [["p", "p"], ["p"]], FOLDER: folders})
-    with Loader() as loader:
+    with Loader(roots=(str(tmp_path),)) as loader:
         assert bound(table.select(["x"]), x="list[bytes]").inputs(table, loader)["x"] == [[b"x", b"x"], [b"y"]]
 
 

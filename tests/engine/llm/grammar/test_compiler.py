@@ -106,6 +106,16 @@ def test_a_known_constraint_is_not_prepared_again(counted: tuple[GrammarCompiler
     assert trials.trials == 1
 
 
+def test_the_time_of_a_constraint_does_not_depend_on_other_callers(counted: tuple[GrammarCompiler, Counted]) -> None:
+    compiler, trials = counted
+    wanted = Constraint.read({"regex": "secret plan [0-9]"})
+    first = compiler.submit(wanted, b"alice")
+    assert outcome(first) == "" and trials.trials == 1
+    other = compiler.submit(wanted, b"mallory")
+    assert other is not first and outcome(other) == "" and trials.trials == 2
+    assert compiler.submit(wanted, b"alice") is first and compiler.submit(wanted, b"mallory") is other
+
+
 def test_a_refused_constraint_is_refused_again_at_once(counted: tuple[GrammarCompiler, Counted]) -> None:
     compiler, trials = counted
     bad = Constraint("regex", "(a")
