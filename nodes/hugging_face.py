@@ -14,6 +14,7 @@ from typing import Any
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model
+from weftline.nodes.model_limits import check_sizes
 from weftline.nodes.text_tokens import TextTokens
 
 FILE_BYTES_MAX = 64 << 20
@@ -288,6 +289,7 @@ def read_config(folder: Path, shown: str) -> dict[str, Any]:
         raise ConfigError("model", f"{shown} has no config.json", "a folder with config.json", _nearby(folder, shown))
     if not isinstance(config, dict):
         raise ConfigError("model", f"{shown}/config.json is no JSON object")
+    check_sizes(config, f"{shown}/config.json")
     return config
 
 

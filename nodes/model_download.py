@@ -19,6 +19,7 @@ import json
 import os
 import posixpath
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,6 +49,11 @@ DOWNLOADS_MAX = 4
 INDEX_BYTES_MAX = 64 << 20
 LISTED_MAX = 16 * FILES_MAX
 DEPTH_MAX = 3
+LISTING_BYTES_MAX, LISTING_MAX_S = 64 << 20, 300.0
+"""Most bytes of the pages of a folder of the web, and the longest time to list it."""
+CONNECT_MAX_S, SILENCE_MAX_S = 30.0, 60.0
+RATE_MIN_BYTES_S, RATE_AFTER_S = 16 << 10, 60.0
+"""Slowest download in bytes a second on average, from RATE_AFTER_S on."""
 ABANDONED_S = 24 * 3600.0
 """Time without a written byte after which a first download that was interrupted is removed."""
 NEW, LOCK_SUFFIX = "new-", ".lock"
@@ -204,16 +210,62 @@ def _check_encrypted(url: str) -> None:
         )
 
 
+@dataclass(slots=True)
+class _Listing:
+    """Limits of listing one folder of the web: bytes of its pages and the time.monotonic() of its end; None: idle."""
+
+    bytes_left: int = LISTING_BYTES_MAX
+    ends_at: float | None = None
+
+    def begin(self) -> None:
+        self.bytes_left, self.ends_at = LISTING_BYTES_MAX, time.monotonic() + LISTING_MAX_S
+
+    def end(self) -> None:
+        self.ends_at = None
+
+    def check(self) -> None:
+        if self.ends_at is not None and time.monotonic() > self.ends_at:
+            raise ModelError(f"its folder takes more than {LISTING_MAX_S:g} s to list; expected a folder of one model")
+
+    def count(self, size_bytes: int) -> None:
+        """Count bytes of a page while a folder is listed."""
+        if self.ends_at is None:
+            return
+        self.check()
+        self.bytes_left -= size_bytes
+        if self.bytes_left < 0:
+            raise ModelError(f"its folder's pages have more than {LISTING_BYTES_MAX} bytes")
+
+
+_LISTING = _Listing()
+
+
 async def _http_client(**options: Any) -> Any:
-    """Return an aiohttp session that checks each URL before it connects, those of redirects too."""
+    """Return an aiohttp session that checks each URL before it connects, those of redirects too, and bounds bodies."""
     import aiohttp
 
     class Connector(aiohttp.TCPConnector):
         async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
             _check_encrypted(str(req.url))
+            _LISTING.check()
             return await super().connect(req, traces, timeout)
 
-    return aiohttp.ClientSession(connector=Connector(), **options)
+    class Response(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                parts, size_bytes = [], 0
+                async for part in self.content.iter_chunked(1 << 16):
+                    size_bytes += len(part)
+                    _LISTING.count(len(part))
+                    if size_bytes > INDEX_BYTES_MAX:
+                        self.close()
+                        raise ModelError(f"a response of more than {INDEX_BYTES_MAX} bytes")
+                    parts.append(part)
+                self._body = b"".join(parts)
+            return self._body
+
+    options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_MAX_S, sock_read=SILENCE_MAX_S)
+    return aiohttp.ClientSession(connector=Connector(), response_class=Response, **options)
 
 
 def _below(root: str, name: str, url: str) -> str:
@@ -222,6 +274,7 @@ def _below(root: str, name: str, url: str) -> str:
 
 def _list(system: Any, root: str, url: str) -> dict[str, _Listed]:
     """Return the files of a model in a store, by name; ModelError where it is none, or too large."""
+    _LISTING.begin()
     try:
         system.invalidate_cache()
         if url.endswith(SINGLE):
@@ -231,21 +284,34 @@ def _list(system: Any, root: str, url: str) -> dict[str, _Listed]:
             found = {posixpath.relpath(path, root): info for path, info in every.items()}
     except Exception as error:  # stores raise exceptions of their own
         raise ModelError(f"model {url}: it cannot be listed: {_reason(error)}") from None
+    finally:
+        _LISTING.end()
     if not found or len(found) > LISTED_MAX:
         raise ModelError(f"model {url}: {len(found)} files there, expected 1 to {LISTED_MAX}")
     names = list(found) if url.endswith(SINGLE) else needed_files(list(found), url)
     if not all(map(is_name, names)):
         raise ModelError(f"model {url}: its name has characters that are not accepted")
-    listed = {name: _listed(_below(root, name, url), found[name]) for name in names}
+    listed = {name: _listed(system, _below(root, name, url), found[name], url) for name in names}
     if (size := sum(one.size_bytes for one in listed.values())) > MODEL_BYTES_MAX:
         raise ModelError(f"model {url}: {size} bytes, expected at most {MODEL_BYTES_MAX}")
     _check_shards(system, listed, url)
     return listed
 
 
-def _listed(path: str, info: Mapping[str, Any]) -> _Listed:
-    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key) is not None), "")
-    return _Listed(path, int(info["size"]), version)
+def _listed(system: Any, path: str, info: Mapping[str, Any], url: str) -> _Listed:
+    """Return a file of a store; ModelError where its size is not known. The links of a web page have no size."""
+    try:
+        known = info if info.get("size") is not None else system.info(path)
+        size = known.get("size")
+    except Exception as error:
+        raise ModelError(f"model {url}: {path} cannot be read: {_reason(error)}") from None
+    if type(size) is not int or not 0 <= size <= MODEL_BYTES_MAX:
+        raise ModelError(
+            f"model {url}: the store states the size {size!r:.40} for {path}, expected 0 to {MODEL_BYTES_MAX} bytes\n"
+            "    fix: use a store that states sizes (Content-Length over http), or copy the model to this machine"
+        )
+    version = next((str(known[key]) for key in _VERSION_KEYS if known.get(key) is not None), "")
+    return _Listed(path, size, version)
 
 
 def _check_shards(system: Any, listed: Mapping[str, _Listed], url: str) -> None:
@@ -256,13 +322,25 @@ def _check_shards(system: Any, listed: Mapping[str, _Listed], url: str) -> None:
         if one.size_bytes > INDEX_BYTES_MAX:
             raise ModelError(f"model {url}: {name} has more than {INDEX_BYTES_MAX} bytes")
         try:
-            shards = set(json.loads(system.cat_file(one.path))["weight_map"].values())
+            shards = set(json.loads(_content(system, one))["weight_map"].values())
         except Exception as error:
             raise ModelError(f"model {url}: {name} cannot be read: {_reason(error)}") from None
         folder = posixpath.dirname(name)
         missing = sorted(shard for shard in shards if posixpath.join(folder, str(shard)) not in listed)
         if missing:
             raise ModelError(f"model {url}: {missing[0]} is missing, which {name} names ({len(missing)} in all)")
+
+
+def _content(system: Any, file: _Listed) -> bytes:
+    """Return the content of a small file; ValueError when it has more or fewer bytes than the store states."""
+    parts, left = [], file.size_bytes + 1
+    with system.open(file.path, "rb", block_size=CHUNK_BYTES) as remote:
+        while left > 0 and (part := remote.read(min(CHUNK_BYTES, left))):
+            parts.append(bytes(part))
+            left -= len(part)
+    if left != 1:
+        raise ValueError(f"it has {'more' if left < 1 else 'fewer'} than the {file.size_bytes} bytes that are stated")
+    return b"".join(parts)
 
 
 def _reserve(listed: Mapping[str, _Listed], folder: Path, url: str) -> None:
@@ -334,10 +412,12 @@ def _fill(system: Any, file: _Listed, part: Path, url: str) -> str:
             if have < file.size_bytes:
                 with system.open(file.path, "rb", block_size=CHUNK_BYTES) as remote:
                     remote.seek(have)
+                    started, from_bytes = time.monotonic(), have
                     while have < file.size_bytes and (chunk := remote.read(min(CHUNK_BYTES, file.size_bytes - have))):
                         whole.update(chunk)
                         local.write(chunk)
                         have += len(chunk)
+                        _check_rate(have - from_bytes, time.monotonic() - started)
         except Exception as error:  # what has arrived stays for the next time
             raise ModelError(f"model {url}: {file.path} cannot be read: {_reason(error)}") from None
         local.flush()
@@ -345,6 +425,12 @@ def _fill(system: Any, file: _Listed, part: Path, url: str) -> str:
     if have != file.size_bytes:
         raise ModelError(f"model {url}: {file.path} ends after {have} of {file.size_bytes} bytes")
     return whole.hexdigest()
+
+
+def _check_rate(size_bytes: int, taken_s: float) -> None:
+    """Raise TimeoutError when a download is too slow to end."""
+    if taken_s > RATE_AFTER_S and size_bytes < RATE_MIN_BYTES_S * taken_s:
+        raise TimeoutError(f"{size_bytes} bytes in {taken_s:.0f} s, expected at least {RATE_MIN_BYTES_S} a second")
 
 
 def _reason(error: BaseException) -> str:

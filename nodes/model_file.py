@@ -19,6 +19,7 @@ from typing import Any
 
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_limits import check_entries
 from weftline.nodes.model_store import find_stored, is_url
 from weftline.shm.spec import RANK_MAX
 
@@ -27,15 +28,18 @@ def find_model(model: str, base_dir: Path) -> Path | None:
     """Return the file or folder that `model` names, relative to `base_dir`; None when there is none.
 
     A name that is no usable path (a NUL in it, too long) is simply not there. ConfigError for the URL of a model that
-    was not fetched.
+    was not fetched, and for a model with pipes or devices, or text files that are too large.
     """
     if is_url(model):
         return find_stored(model, base_dir)
     try:
         path = (base_dir / Path(model).expanduser()).resolve()
-        return path if path.exists() else None
+        if not path.exists():
+            return None
     except (OSError, ValueError, RuntimeError):
         return None
+    check_entries(path, model)
+    return path
 
 
 def need_file(model: str, base_dir: Path, option: str = "model", inside: str = "") -> Path:

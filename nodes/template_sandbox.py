@@ -329,7 +329,7 @@ class Budget:
             raise Overrun(f"not done after {self.render_max_ms:g} ms, its limit render_max_ms")
 
 
-class _Generator(CodeGenerator):
+class Generator(CodeGenerator):
     """Jinja's code generator, except that `~` goes through the environment, which counts."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -343,7 +343,7 @@ class _Generator(CodeGenerator):
 class Sandbox(ImmutableSandboxedEnvironment):
     """The environment of one template node. Not for two renderings at a time: `render` sets the budget."""
 
-    code_generator_class = _Generator
+    code_generator_class = Generator
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def __init__(self) -> None:
@@ -351,7 +351,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.budget = Budget(0.0, 0.0)
         self.filters = {name: self._counted(function) for name, function in FILTERS.items()}
         self.filters |= {EACH: self._each, FLAT: flat}
-        self.globals = {"range": _short_range, "namespace": Namespace}
+        self.globals = {"range": short_range, "namespace": Namespace}
 
     def prepared(self, source: str) -> tuple[Any, set[str]]:
         """Return `source` prepared for `generate`, and its variables; raise ValueError when invalid."""
@@ -387,7 +387,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.budget.tick()
-        _check_operands(operator, left, right)
+        check_operands(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def concatenated(self, parts: tuple[Any, ...]) -> str:
@@ -429,14 +429,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             yield value
 
 
-def _short_range(*bounds: int) -> range:
+def short_range(*bounds: int) -> range:
     found = range(*bounds)
     if abs((found.stop - found.start) // found.step) > TICKS_MAX:
         raise Overrun(f"a range of more than {TICKS_MAX} numbers")
     return found
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
+def check_operands(operator: str, left: Any, right: Any) -> None:
     """Raise before an operator makes something too large, or formats a string."""
     if operator == "%" and isinstance(left, str | bytes):
         raise SecurityError("'%' does not format text here; write {{ a ~ b }}")

@@ -32,7 +32,7 @@ STRIDE = 32
 
 CHANNELS = 3
 CONFIG_BYTES_MAX = 1 << 20
-LAYERS_MAX, WIDTH_MAX, CLASSES_MAX = 256, 8192, 10_000
+LAYERS_MAX, REPEATS_MAX, WIDTH_MAX, CLASSES_MAX = 256, 1_024, 8192, 10_000
 """Largest accepted architecture: YOLO11x has 24 layers and 1024 channels, Objects365 has 365 classes."""
 
 _MODULE = re.compile(r"^((nn\.|torchvision\.ops\.)?[A-Z][A-Za-z0-9]*|v10Detect)$")
@@ -176,6 +176,9 @@ def _architecture_problems(architecture: Mapping[str, Any]) -> Iterator[str]:
             yield f"architecture layer {place} is TorchVision, which fetches weights from the network"
         elif not (type(layer[1]) is int and 1 <= layer[1] <= LAYERS_MAX) or not _plain([layer[0], layer[3]]):
             yield f"architecture layer {place} has repeats or arguments that are no small numbers or words"
+    repeats = sum(layer[1] for layer in layers if isinstance(layer, list) and len(layer) == 4 and type(layer[1]) is int)
+    if repeats > REPEATS_MAX:
+        yield f"architecture repeats its layers {repeats} times, expected at most {REPEATS_MAX}"
     if architecture.get("channels", CHANNELS) != CHANNELS:
         yield f"architecture.channels is {architecture['channels']!r:.40}, expected {CHANNELS}: red, green and blue"
     if _head(architecture) not in HEADS:
@@ -228,14 +231,33 @@ def load_folder(folder: Path, shown: str) -> YoloModel:
     state = load_weights(folder / "model.safetensors", f"{shown}/model.safetensors")
     network_class = getattr(_ultralytics(), config.task.network)
     try:
-        architecture = json.loads(json.dumps(config.architecture))  # ultralytics modifies its argument
-        network = network_class(architecture, ch=CHANNELS, nc=len(config.names), verbose=False)
+        _check_network_size(network_class, config, state, f"{shown}/config.json")
+        network = _build(network_class, config)
+    except ModelError:
+        raise
     except Exception as error:  # a wrong architecture breaks anywhere in its construction
         raise ModelError(f"{shown}/config.json: the architecture cannot be built: {error!s:.200}") from None
     load_into(network, state, f"{shown}/model.safetensors")
     return YoloModel(
         config.task, network.eval(), config.names, config.image_size, config.confidence, config.iou, config.points
     )
+
+
+def _build(network_class: Any, config: YoloFolder) -> Any:
+    architecture = json.loads(json.dumps(config.architecture))  # ultralytics modifies its argument
+    return network_class(architecture, ch=CHANNELS, nc=len(config.names), verbose=False)
+
+
+def _check_network_size(network_class: Any, config: YoloFolder, state: Mapping[str, Any], shown: str) -> None:
+    """Raise ModelError unless the network has as many parameters as the weights; built without memory."""
+    import torch
+
+    with torch.device("meta"):
+        network = _build(network_class, config)
+    built = sum(tensor.numel() for tensor in network.state_dict().values())
+    stored = sum(tensor.numel() for tensor in state.values())
+    if built != stored:
+        raise ModelError(f"{shown} describes a network of {built} numbers, and its weights have {stored}")
 
 
 def load_pickle(model: str, path: Path | None, task: YoloTask, image_size: int) -> YoloModel:

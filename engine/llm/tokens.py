@@ -1,7 +1,7 @@
 """Tokenizer: text to tokens and back.
 
-Into tokens: the chat template is the one in the model's folder, rendered in transformers' sandbox; requests
-cannot supply one. What a user writes is text and stays text: a control token's name inside it, such as
+Into tokens: the chat template is the one in the model's folder, rendered with limits (`chat_template.py`);
+requests cannot supply one. What a user writes is text and stays text: a control token's name inside it, such as
 '<|im_end|>', is encoded as the characters it is made of. Each such name is replaced by a private-use
 character before the template is rendered, and the rendered text is encoded in pieces around these marks:
 
@@ -21,13 +21,16 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
+
+if TYPE_CHECKING:
+    from weftline.engine.llm.chat_template import ChatTemplate
 
 CHARS_PER_TOKEN_MAX = 64
 """Characters per token above which a text cannot fit the context; such texts are refused before encoding."""
@@ -53,6 +56,7 @@ class Tokens:
         names = sorted(control.values(), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, names))) if names else None
         self._spelled: dict[str, list[int]] = {}
+        self._templates: dict[str, ChatTemplate] = {}  # by source; a model has a handful
         self._folds = any(added[id].normalized for id in control)
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._texts: dict[bool, TokenTexts | None] = {}  # of single tokens, without control tokens and with them
@@ -134,13 +138,23 @@ class Tokens:
             following = iter(marked)
             turns, offered = (mapped(value, lambda text: next(following)) for value in (turns, offered))
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns, tools=offered, tokenize=False, add_generation_prompt=True,
-                chat_template=self.video_template if media.video_texts else None,
-            )  # fmt: skip
+            source = self.video_template if media.video_texts else None
+            text = self._template(source, offered).render({
+                **self.tokenizer.special_tokens_map, "messages": turns, "tools": offered, "documents": None,
+                "add_generation_prompt": True,
+            })  # fmt: skip
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
         return self._encode(self._with_videos(text, media), marks, specials=False)
+
+    def _template(self, source: str | None, tools: object) -> ChatTemplate:
+        """Return a chat template, compiled once. source: None for the tokenizer's own."""
+        from weftline.engine.llm.chat_template import ChatTemplate
+
+        text = self.tokenizer.get_chat_template(source, tools)
+        if text not in self._templates:
+            self._templates[text] = ChatTemplate(text)
+        return self._templates[text]
 
     def raw(self, text: str, media: Marks = NO_MARKS) -> list[int]:
         """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template.

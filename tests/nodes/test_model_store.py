@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import pwd
+import resource
 import threading
 import time
 import uuid
@@ -335,6 +337,90 @@ def test_a_redirect_to_an_unencrypted_store_is_refused(web: str, path: str) -> N
     with pytest.raises(ModelError, match=r"model http://192\.0\.2\.1/m\.gguf: http is not encrypted") as caught:
         fetch(f"{web}/{path}", None, {}, ignore)
     assert "secret" not in str(caught.value)
+
+
+INDEX = json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()
+PAGE = b"".join(f'<a href="{name}">{name}</a>'.encode() for name in ("model.safetensors", "config.json"))
+
+
+class HostileStore(BaseHTTPRequestHandler):
+    """Serves folders of a model: one is honest, the others send more than they state, or never end."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        folder, _, name = self.path.lstrip("/").partition("/")
+        index = name.endswith("index.json")
+        body = INDEX if index else b"weights" if name else PAGE
+        if folder == "index" and not name:
+            body = PAGE + b'<a href="model.safetensors.index.json">i</a>'
+        endless = (folder == "index" and index) or (folder == "page" and not name)
+        self.send_response(200)
+        self.send_header("content-type", "text/html" if not name else "application/octet-stream")
+        if not endless and folder != "unsized":
+            self.send_header("content-length", str(len(body)))
+        elif folder == "index":
+            self.send_header("content-length", "1000000000000")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        try:
+            self.wfile.write(body)
+            while endless:
+                self.wfile.write(b" " * (1 << 20))
+        except OSError:
+            pass
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def hostile() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HostileStore) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_of_the_web_is_fetched(hostile: str) -> None:
+    model = fetch(f"{hostile}/good", None, {}, ignore)
+    assert contents(model.folder) == {"model.safetensors": b"weights", "config.json": b"weights"}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("index", "model.safetensors.index.json has more than"),
+        ("page", "it cannot be listed: .*more than"),
+        ("unsized", "states the size None"),
+    ],
+)
+def test_endless_answers_of_a_store_are_refused(hostile: str, folder: str, reason: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ModelError, match=reason):
+        fetch(f"{hostile}/{folder}", None, {}, ignore)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+
+
+def test_an_index_of_another_size_than_stated_is_refused() -> None:
+    class Lying:
+        def open(self, path: str, mode: str, block_size: int) -> io.BytesIO:
+            return io.BytesIO(b"x" * 1000)
+
+    with pytest.raises(ValueError, match="more than the 10 bytes"):
+        model_download._content(Lying(), model_download._Listed("i.json", 10, ""))
+    with pytest.raises(ValueError, match="fewer than the 2000 bytes"):
+        model_download._content(Lying(), model_download._Listed("i.json", 2000, ""))
+
+
+def test_a_download_that_is_too_slow_ends() -> None:
+    model_download._check_rate(1, 59.0)
+    model_download._check_rate(100 << 20, 61.0)
+    with pytest.raises(TimeoutError, match="expected at least 16384 a second"):
+        model_download._check_rate(1000, 61.0)
 
 
 def test_a_missing_package_of_a_protocol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
