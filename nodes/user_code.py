@@ -26,6 +26,7 @@ from weftline.nodes.contract import ConfigError
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 SOURCE_BYTES_MAX = 2 << 20
 """Largest source file that is read for its annotations, in bytes."""
+_REFUSED: ContextVar[bool] = ContextVar("refused", default=False)
 _IMPORTED: ContextVar[str] = ContextVar("weftline_imported", default="")
 """Name of the file that is being imported for a step; '' for none."""
 
@@ -223,9 +224,24 @@ def _no_definition(found: Found, source: Source, option: str) -> ConfigError:
     return ConfigError(option, f"{found.where} is a value: {ast.unparse(node)[:40]}", expected)
 
 
+@contextmanager
+def without_imports() -> Iterator[None]:
+    """Refuse to import modules of users inside: their top-level code would run in this process."""
+    token = _REFUSED.set(True)
+    try:
+        yield
+    finally:
+        _REFUSED.reset(token)
+
+
 def load(reference: str, base_dir: Path, option: str) -> Any:
-    """Import what `reference` leads to and return it; ModelError when the user's module fails to import."""
+    """Import what `reference` leads to and return it; ModelError when the user's module fails to import.
+
+    Its top-level code runs in this process, unless `without_imports` refuses it.
+    """
     source = locate(reference, base_dir, option)
+    if _REFUSED.get():
+        raise ModelError(f"{option}: {reference} is code of this pipeline, which --no-import does not run")
     folder = str(base_dir.resolve() if source.module else source.path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)

@@ -231,8 +231,8 @@ def load_folder(folder: Path, shown: str) -> YoloModel:
     state = load_weights(folder / "model.safetensors", f"{shown}/model.safetensors")
     network_class = getattr(_ultralytics(), config.task.network)
     try:
-        _check_network_size(network_class, config, state, f"{shown}/config.json")
-        network = _build(network_class, config)
+        _check_network_size(config, state, f"{shown}/config.json")
+        network = network_class(_copied(config.architecture), ch=CHANNELS, nc=len(config.names), verbose=False)
     except ModelError:
         raise
     except Exception as error:  # a wrong architecture breaks anywhere in its construction
@@ -243,21 +243,21 @@ def load_folder(folder: Path, shown: str) -> YoloModel:
     )
 
 
-def _build(network_class: Any, config: YoloFolder) -> Any:
-    architecture = json.loads(json.dumps(config.architecture))  # ultralytics modifies its argument
-    return network_class(architecture, ch=CHANNELS, nc=len(config.names), verbose=False)
-
-
-def _check_network_size(network_class: Any, config: YoloFolder, state: Mapping[str, Any], shown: str) -> None:
-    """Raise ModelError unless the network has as many parameters as the weights; built without memory."""
+def _check_network_size(config: YoloFolder, state: Mapping[str, Any], shown: str) -> None:
+    """Raise ModelError unless the layers have as many numbers as the weights. They are built without memory."""
     import torch
 
     with torch.device("meta"):
-        network = _build(network_class, config)
-    built = sum(tensor.numel() for tensor in network.state_dict().values())
+        layers, _ = _ultralytics().parse_model(_copied(config.architecture), ch=CHANNELS, verbose=False)
+    built = sum(tensor.numel() for tensor in layers.state_dict().values())
     stored = sum(tensor.numel() for tensor in state.values())
     if built != stored:
         raise ModelError(f"{shown} describes a network of {built} numbers, and its weights have {stored}")
+
+
+def _copied(architecture: Mapping[str, Any]) -> Any:
+    """Return a copy of an architecture: ultralytics modifies its argument."""
+    return json.loads(json.dumps(architecture))
 
 
 def load_pickle(model: str, path: Path | None, task: YoloTask, image_size: int) -> YoloModel:

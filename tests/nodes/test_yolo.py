@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import shutil
 import time
 from pathlib import Path
@@ -216,6 +217,17 @@ def test_a_config_that_is_wrong_or_hostile_is_refused_when_checked(
     with pytest.raises(ConfigError, match=found) as caught:
         Yolo.ports(YoloConfig("detector"), StepContext(tmp_path))
     assert caught.value.option == "model"
+
+
+@pytest.mark.timeout(60)
+def test_a_network_larger_than_its_weights_is_not_allocated(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "detector", tmp_path / "detector")
+    wide = [[-1, 60, "Conv", [8192, 3, 1]] for _ in ARCHITECTURE["backbone"]]  # 500 GB and more
+    written = {**CONFIG, "architecture": {**ARCHITECTURE, "backbone": wide}}
+    (tmp_path / "detector" / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ModelError, match=r"describes a network of \d{11,} numbers|cannot be built"):
+        opened(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20
 
 
 def test_truncated_weights_are_refused_when_checked(folder: Path, tmp_path: Path) -> None:

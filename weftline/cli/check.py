@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from weftline.cli.options import Gpus
 from weftline.cli.plan import counted, machine_of
 from weftline.errors import PipelineError, Problem
+from weftline.nodes.user_code import without_imports
 from weftline.pipelines.check.checker import examine, remarks
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
@@ -24,21 +26,30 @@ def check(
         bool, typer.Option("--file-only", help="Do not check whether the pipeline fits this machine.")
     ] = False,
     gpus: Gpus = None,
+    no_import: Annotated[
+        bool,
+        typer.Option("--no-import", help="Run no Python file that a pipeline names; its own nodes are problems then."),
+    ] = False,
 ) -> None:
     """List every problem of pipeline files; nothing is started and no framework is imported.
+
+    Python files with nodes of the pipeline's own are imported, which runs them: check a stranger's pipeline with
+    --no-import.
 
     \b
     Examples:
       weftline check pipeline.yaml
       weftline check --file-only pipelines/*.yaml
       weftline check --gpus 2:141GiB pipeline.yaml
+      weftline check --no-import downloaded.yaml
     """
     if file_only and gpus is not None:
         raise typer.BadParameter("--file-only and --gpus exclude each other")
     failed = 0
     for file in files:
         try:
-            typer.echo(check_file(file, file_only=file_only, gpus=gpus))
+            with without_imports() if no_import else nullcontext():
+                typer.echo(check_file(file, file_only=file_only, gpus=gpus))
         except PipelineError as error:
             typer.echo(str(error), err=True)
             failed += 1

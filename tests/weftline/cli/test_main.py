@@ -283,3 +283,20 @@ def test_check_says_the_limits_of_an_llm_step_on_a_gpu(weft, write) -> None:
     assert ended.code == 0
     assert ended.out.splitlines()[1].strip().startswith("s: at most 256 requests generate at a time (sequences_max), ")
     assert weft("check", "--file-only", file).out.count("\n") == 1
+
+
+@pytest.mark.parametrize("node", ["mine.py:Mine", "mine_too:Mine"])
+def test_check_without_imports_runs_no_file(weft, tmp_path: Path, node: str) -> None:
+    code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    for name in ("mine.py", "mine_too.py"):
+        (tmp_path / name).write_text(code)
+    file = tmp_path / "strange.yaml"
+    file.write_text(
+        "weftline: 1\nname: p\ninputs: {x: text}\n"
+        f"steps: {{s: {{node: '{node}', inputs: {{x: x}}}}}}\noutputs: {{y: s.y}}\n"
+    )
+    ended = weft("check", "--file-only", "--no-import", str(file))
+    assert ended.code == 2 and "which --no-import does not run" in ended.err
+    assert not (tmp_path / "ran").exists()
+    weft("check", "--file-only", str(file))
+    assert (tmp_path / "ran").exists()
