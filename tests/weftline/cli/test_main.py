@@ -288,8 +288,7 @@ def test_check_says_the_limits_of_an_llm_step_on_a_gpu(weft, write) -> None:
 @pytest.mark.parametrize("node", ["mine.py:Mine", "mine_too:Mine"])
 def test_check_without_imports_runs_no_file(weft, tmp_path: Path, node: str) -> None:
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
-    for name in ("mine.py", "mine_too.py"):
-        (tmp_path / name).write_text(code)
+    (tmp_path / f"{node.partition(':')[0].removesuffix('.py')}.py").write_text(code)
     file = tmp_path / "strange.yaml"
     file.write_text(
         "weftline: 1\nname: p\ninputs: {x: text}\n"
