@@ -14,7 +14,7 @@ from typing import Any
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model
-from weftline.nodes.model_limits import check_sizes
+from weftline.nodes.model_limits import check_entries, check_sizes
 from weftline.nodes.text_tokens import TextTokens
 
 FILE_BYTES_MAX = 64 << 20
@@ -193,6 +193,8 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
         raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name", fix)
     snapshots = _hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
     found = sorted(snapshots.glob("*/config.json")) if "\0" not in model else []
+    if found:
+        check_entries(found[-1].parent, model)
     return found[-1].parent if found else None
 
 

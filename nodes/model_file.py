@@ -31,7 +31,10 @@ def find_model(model: str, base_dir: Path) -> Path | None:
     was not fetched, and for a model with pipes or devices, or text files that are too large.
     """
     if is_url(model):
-        return find_stored(model, base_dir)
+        stored = find_stored(model, base_dir)
+        if stored is not None:
+            check_entries(stored, model)
+        return stored
     try:
         path = (base_dir / Path(model).expanduser()).resolve()
         if not path.exists():

@@ -125,6 +125,8 @@ def _find_pinned(url: str, base_dir: Path) -> StoredModel | None:
 def read_lock(base_dir: Path) -> dict[str, StoredModel]:
     """Return the pinned models of the pipelines in a folder, by URL; ConfigError where the lock file is damaged."""
     try:
+        if (base_dir / LOCK).exists() and not (base_dir / LOCK).is_file():
+            raise ValueError("it is no regular file")
         with (base_dir / LOCK).open("rb") as file:
             raw = file.read(LOCK_BYTES_MAX + 1)
         if len(raw) > LOCK_BYTES_MAX:

@@ -1,6 +1,7 @@
 """`weftline check`, `plan`, `nodes`, `schema`, and how the command line ends."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -299,3 +300,18 @@ def test_check_without_imports_runs_no_file(weft, tmp_path: Path, node: str) -> 
     assert not (tmp_path / "ran").exists()
     weft("check", "--file-only", str(file))
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("step", "pipe", "found"),
+    [
+        ("{pipeline: sub.yaml, inputs: {x: x}}", "sub.yaml", "there is no file sub.yaml"),
+        ("{node: llm, model: 's3://b/m', prompt: '{{ x }}'}", "models.lock.json", "it is no regular file"),
+    ],
+)
+def test_check_does_not_wait_for_pipes_that_a_file_names(weft, write, tmp_path: Path, step, pipe, found) -> None:
+    os.mkfifo(tmp_path / pipe)
+    file = write(f"inputs: {{x: text}}\nsteps: {{s: {step}}}\noutputs: {{y: s.text}}\n")
+    ended = weft("check", "--file-only", file)
+    assert ended.code == 2 and found in ended.err
