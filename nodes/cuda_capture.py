@@ -54,7 +54,7 @@ class CudaCapture:
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], None], T]:
         with self._torch.cuda.device(self._device):
             if self._side is None:
-                self._side = self._torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                self._side = self._torch.cuda.Stream()
             if self._pool is None:
                 self._pool = self._torch.cuda.graph_pool_handle()
             self._side.wait_stream(self._torch.cuda.current_stream())
