@@ -22,8 +22,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
+import json
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any
@@ -32,6 +33,7 @@ import msgspec
 import numpy as np
 
 from weftline.nodes.detections import Detections
+from weftline.nodes.exact_numbers import converted, inexact
 from weftline.shm.device.tensor import DeviceTensor
 
 DEPTH_MAX = 64
@@ -79,6 +81,20 @@ def encode_json(value: Any) -> bytes:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _unencodable(value) or NotJson(f"not JSON ({error})") from None
+
+
+def json_text(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
+    """Return a value as compact JSON text in UTF-8.
+
+    Numbers that JSON lacks are NaN, Infinity and -Infinity, as Python's json module writes and reads them.
+
+    other: converts a value of a type that msgspec does not encode. UnicodeEncodeError: text with a lone surrogate.
+    """
+    text = msgspec.json.encode(value, enc_hook=other)
+    if b"null" not in text:
+        return text
+    plain = msgspec.to_builtins(value, str_keys=True, enc_hook=other)  # msgspec writes null for numbers JSON lacks
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _converted(value: Any, depth: int) -> Any:
@@ -189,7 +205,10 @@ def _array(value: Any) -> Any:
     if kind == "M":
         return np.datetime_as_string(value).tolist()
     if kind == "f" and dtype.itemsize > 8:
-        return value.astype(np.float64).tolist()
+        doubles, wrong = converted(value, "float64")
+        if wrong is not None:
+            raise NotJson(inexact("float64"), "return them as text: str(x)")
+        return doubles.tolist()
     if kind in "biufUO" or dtype.name == "bfloat16":
         return value.tolist()
     if kind == "S":

@@ -20,6 +20,7 @@ import numpy as np
 from weftline.errors import InputError
 from weftline.nodes import audio, image
 from weftline.nodes.audio import decode_audio
+from weftline.nodes.exact_numbers import numbers
 from weftline.nodes.image import ImageHeader, decode_image
 from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
@@ -31,8 +32,8 @@ from weftline.shm.view import dtype_name
 def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
     """Return `raw` as a row-major array of `type`; the very same array when it already is one.
 
-    Arrays are not converted to another dtype, since that loses numbers silently; numbers and nested lists have no dtype
-    of their own and take the port's, if it holds them exactly.
+    Arrays are not converted to another dtype; numbers and nested lists have no dtype of their own and take the port's,
+    if it holds them by the rule of `exact_numbers`.
     """
     array = _from_array(type, raw) if array_dtype(raw) is not None else _from_numbers(type, raw)
     dtype = dtype_name(array.dtype)
@@ -70,20 +71,9 @@ def _from_torch(tensor: Any) -> Any:
 
 def _from_numbers(type: PortType, raw: Any) -> np.ndarray:
     try:
-        array = np.asarray(raw)
-    except (ValueError, TypeError, OverflowError):
-        raise InputError(f"wants {type}, got lists of unequal lengths, or something else than numbers") from None
-    if array.dtype.kind not in "biufc":
-        raise InputError(f"wants {type}, got {describe(raw)}")
-    if type.dtype is None or type.dtype in STAND_INS:
-        return array
-    if array.dtype.kind == "f" and np.dtype(type.dtype).kind in "fc":
-        return array.astype(type.dtype)
-    with np.errstate(all="ignore"):
-        converted = array.astype(type.dtype)
-        if not np.array_equal(converted.astype(array.dtype), array):
-            raise InputError(f"wants {type}, got numbers that {type.dtype} does not hold exactly")
-    return converted
+        return numbers(raw, type.dtype)
+    except InputError as error:
+        raise InputError(f"wants {type}, got {error}") from None
 
 
 __all__ = ["Encoded", "MediaLimits", "decode_audio", "decode_image", "encoded", "to_value"]

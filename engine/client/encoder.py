@@ -77,11 +77,9 @@ def _element(type: PortType, value: Any) -> bytes | np.ndarray:
 
 def _json(value: Any) -> bytes:
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except (ValueError, TypeError, RecursionError):
-        raise InputError(
-            "no json value: numbers are finite, text is UTF-8, keys are text, nesting is shallow"
-        ) from None
+        raise InputError("no json value: text is UTF-8, keys are text, nesting is shallow") from None
 
 
 def _list(name: str, type: PortType, value: Any) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
 from weftline.cli.exit import EXIT_INTERRUPTED
 from weftline.cli.progress import loading_shown
-from weftline.cli.show import finite, printable
+from weftline.cli.show import printable
 from weftline.engine.jobs.progress import JobResult, Progress, StepTally
 from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.engine.jobs.spec import JobSpec
@@ -97,7 +97,7 @@ def _report_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO)
 
         _print(summary(end).rstrip("\n"), err)
     if request.as_json:
-        print(json.dumps(finite(as_json(end)), ensure_ascii=False, allow_nan=False), file=out, flush=True)
+        print(json.dumps(as_json(end), ensure_ascii=False), file=out, flush=True)
     elif end.finished:
         print(end.files.get("results", end.out), file=out, flush=True)
 

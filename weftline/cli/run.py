@@ -141,7 +141,7 @@ def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: 
     types = {output.name: output.type for output in session.plan.outputs if output.name in result}
     if request.as_json:
         answer = {name: _json(name, result[name], type, saved) for name, type in types.items()}
-        print(json.dumps(answer, ensure_ascii=False, allow_nan=False), file=out, flush=True)
+        print(json.dumps(answer, ensure_ascii=False), file=out, flush=True)
         return
     for name, type in types.items():
         print(as_text(name, result[name], type), file=out)

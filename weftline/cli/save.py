@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from weftline.cli.show import finite
 from weftline.errors import WeftlineError
 from weftline.nodes.detections import Detections
 from weftline.nodes.drawing import draw_label, draw_result, is_cover, is_drawable
@@ -97,7 +96,7 @@ def _write(kind: str, value: Any, path: Path) -> None:
     elif kind == "tensor":
         np.save(path, value, allow_pickle=False)
     elif kind == "detections":
-        path.write_text(json.dumps(finite(value.to_json()), ensure_ascii=False, indent=2) + "\n", "utf-8")
+        path.write_text(json.dumps(value.to_json(), ensure_ascii=False, indent=2) + "\n", "utf-8")
     else:
         path.write_bytes(value)
 

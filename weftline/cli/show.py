@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from weftline.errors import LimitReached
 from weftline.nodes.detections import Detections
+from weftline.nodes.exact_numbers import from_bfloat16
 from weftline.nodes.ports import AUDIO_HZ, PortType
 from weftline.shm.spec import STAND_INS
 
@@ -37,17 +37,17 @@ def as_json(name: str, value: Any, type: PortType) -> Any:
     """Return output `name` as a json value; LimitReached when it is too large for that.
 
     Detections are a list of {name, score, box}; arrays {dtype, shape, data} with nested lists; bytes {base64}; what is
-    absent is null. Numbers that json lacks are the texts "NaN", "Infinity" and "-Infinity".
+    absent is null. NaN and infinities stay floats: `json.dumps` writes NaN, Infinity and -Infinity.
     """
     if isinstance(value, Detections):
-        return finite(value.to_json())
+        return value.to_json()
     if isinstance(value, np.ndarray | np.generic):
         return _tensor_json(name, np.asarray(value), type)
     if isinstance(value, bytes | bytearray | memoryview):
         return {"base64": _base64(name, bytes(value))}
     if type.item is not None and isinstance(value, list | tuple):
         return [as_json(name, one, type.item) for one in value]
-    return finite(value)
+    return value
 
 
 def _tensor_json(name: str, array: np.ndarray, type: PortType) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def _tensor_json(name: str, array: np.ndarray, type: PortType) -> dict[str, Any]
         what = f"{array.dtype}{list(array.shape)}, more than the {JSON_ITEMS_MAX} numbers that are printed as json"
         raise LimitReached(f"output {name}: {what}\n    fix: add --save DIR, which writes it to a file")
     dtype, numbers = _true_numbers(array, type)
-    return {"dtype": dtype, "shape": list(array.shape), "data": finite(numbers.tolist())}
+    return {"dtype": dtype, "shape": list(array.shape), "data": _without_complex(numbers.tolist())}
 
 
 def _base64(name: str, data: bytes) -> str:
@@ -65,15 +65,11 @@ def _base64(name: str, data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def finite(value: Any) -> Any:
-    """Return a json value in which the numbers that json lacks are texts."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _without_complex(value: Any) -> Any:
+    """Return nested lists in which complex numbers are their real and imaginary parts."""
     if isinstance(value, complex):
-        return [finite(value.real), finite(value.imag)]
-    if isinstance(value, Mapping):
-        return {str(key): finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
+        return [value.real, value.imag]
+    return [_without_complex(one) for one in value] if isinstance(value, list) else value
 
 
 def as_text(name: str, value: Any, type: PortType) -> str:
@@ -86,7 +82,7 @@ def as_text(name: str, value: Any, type: PortType) -> str:
         return f"{name}: {len(value)} bytes (--save DIR writes them)"
     if type.item is not None and type.item.kind not in ("text", "json") and isinstance(value, list | tuple):
         return "\n".join([f"{name}: a list of {len(value)}", *_elements(value, type.item)])
-    text = value if isinstance(value, str) else json.dumps(finite(value), ensure_ascii=False, indent=2)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2)
     lines = printable(text).splitlines()
     if len(lines) < 2:
         return f"{name}: {''.join(lines)}"
@@ -130,5 +126,5 @@ def _tensor_text(array: np.ndarray, type: PortType) -> str:
 def _true_numbers(array: np.ndarray, type: PortType) -> tuple[str, np.ndarray]:
     """Return the dtype's name and the numbers; bfloat16, which numpy holds as uint16, as what it means."""
     if type.dtype == "bfloat16" and array.dtype.name == STAND_INS["bfloat16"]:
-        return "bfloat16", (array.astype(np.uint32) << 16).view(np.float32)
+        return "bfloat16", from_bfloat16(array)
     return array.dtype.name, array

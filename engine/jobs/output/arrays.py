@@ -16,6 +16,7 @@ from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import FOUND, MEDIA, WRITTEN_AS, is_nested
 from weftline.engine.jobs.output.json_lines import json_text, valid_text
 from weftline.nodes.detections import Detections
+from weftline.nodes.exact_numbers import converted, from_bfloat16, inexact
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import fits
 from weftline.shm.spec import STAND_INS
@@ -186,25 +187,19 @@ def _real_and_imaginary(numbers: np.ndarray) -> np.ndarray:
 def true_numbers(dtype: str, numbers: np.ndarray) -> np.ndarray:
     """Cast numbers to the dtype written for `dtype`; dtypes that numpy lacks are decoded from their bits.
 
-    TypeError for another kind of values, such as fractions where integers are expected; ValueError for integers out of
-    range.
+    TypeError for values that are no numbers; ValueError for numbers that the dtype does not hold exactly.
     """
     if dtype in STAND_INS and numbers.dtype.name == STAND_INS[dtype]:
         return _FROM_BITS[dtype](numbers)
-    wanted = np.dtype(dtype if _is_pair(dtype) else WRITTEN_AS.get(dtype, dtype))
-    if numbers.dtype == wanted:
-        return numbers
+    wanted = dtype if _is_pair(dtype) else WRITTEN_AS.get(dtype, dtype)
     if numbers.size and numbers.dtype.kind not in "biufc":
         raise TypeError(f"{numbers.dtype}, expected {dtype}")
-    whole = numbers.dtype.kind in "iu" and wanted.kind in "iu"
-    cast = numbers.astype(wanted, casting="unsafe" if whole or not numbers.size else "same_kind")
-    if whole and not np.array_equal(cast, numbers):
-        raise ValueError(f"a number that {dtype} cannot hold")
+    if not numbers.size:
+        return numbers.astype(wanted)
+    cast, wrong = converted(numbers, wanted)
+    if wrong is not None:
+        raise ValueError(inexact(dtype))
     return cast
-
-
-def _bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def _float8(exponent_bits: int, bias: int, infinities: bool) -> np.ndarray:
@@ -224,7 +219,7 @@ def _float8(exponent_bits: int, bias: int, infinities: bool) -> np.ndarray:
 
 _E4M3, _E5M2 = _float8(4, 7, infinities=False), _float8(5, 15, infinities=True)
 _FROM_BITS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "bfloat16": _bfloat16,
+    "bfloat16": from_bfloat16,
     "float8_e4m3fn": lambda bits: _E4M3[bits],
     "float8_e5m2": lambda bits: _E5M2[bits],
 }

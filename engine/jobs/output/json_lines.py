@@ -1,6 +1,7 @@
-"""JSON of values, and rows as JSON lines: always valid JSON in valid UTF-8.
+"""JSON of values, and rows as JSON lines, in valid UTF-8.
 
-NaN and infinities become null, a lone surrogate becomes U+FFFD, integers of any size stay exact, bytes become base64.
+NaN and infinities are NaN, Infinity and -Infinity, as Python's json module writes and most readers of tables read them.
+Everything else is valid JSON: a lone surrogate becomes U+FFFD, integers of any size stay exact, bytes become base64.
 Values of ports of type `any` can also hold arrays (lists in JSON) and detections. Keys keep their order.
 
 In JSON lines, keys are in column order and columns of JSON text are JSON values. Times and dates are texts, such as
@@ -9,6 +10,7 @@ In JSON lines, keys are in column order and columns of JSON text are JSON values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,15 +19,16 @@ import numpy as np
 
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import TYPE_KEY
+from weftline.nodes import json_value
 from weftline.nodes.detections import Detections
 
 
 def json_text(value: Any) -> str:
     """Serialise a value as JSON text; TypeError or RecursionError if JSON cannot represent it."""
     try:
-        return _ENCODER.encode(_plain(value)).decode()
+        return json_value.json_text(_plain(value), _other).decode()
     except UnicodeEncodeError:
-        return _ENCODER.encode(valid_unicode(_plain(value))).decode()
+        return json_value.json_text(valid_unicode(_plain(value)), _other).decode()
 
 
 def valid_text(text: str) -> str:
@@ -63,9 +66,6 @@ def _other(value: Any) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} has no JSON")
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_other)
-
-
 AT_ONCE = 4096
 """Rows converted to Python values at once."""
 
@@ -83,8 +83,39 @@ def lines(schema: pa.Schema, batch: pa.RecordBatch) -> Iterator[bytes]:
 
 def _values(field: pa.Field, array: pa.Array) -> list[Any]:
     shown = shown_as(field.type)
-    values: list[Any] = (array if shown == field.type else array.cast(shown)).to_pylist()
-    return _raw(field, values)
+    array = array if shown == field.type else array.cast(shown)
+    values: list[Any] = array.to_pylist()
+    return _raw(field, values if _is_finite(array) else [_written(one) for one in values])
+
+
+def _is_finite(array: pa.Array) -> bool:
+    """Return False if an array holds NaN or infinities, nested ones included."""
+    type = array.type
+    if isinstance(type, pa.BaseExtensionType):
+        return _is_finite(array.storage)
+    if pa.types.is_dictionary(type):
+        return _is_finite(array.dictionary)
+    if pa.types.is_map(type):
+        return _is_finite(array.keys) and _is_finite(array.items)
+    if pa.types.is_struct(type):
+        return all(map(_is_finite, array.flatten()))
+    if type.num_fields:
+        return _is_finite(array.flatten())
+    if not pa.types.is_floating(type):
+        return True
+    return bool(np.isfinite(array.drop_null().to_numpy(zero_copy_only=False)).all())
+
+
+def _written(value: Any) -> Any:
+    """Replace NaN and infinities by their text in JSON, for which msgspec writes null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NOT_FINITE[str(value)]
+    if isinstance(value, dict):
+        return {key: _written(one) for key, one in value.items()}
+    return [_written(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+_NOT_FINITE = {"nan": msgspec.Raw(b"NaN"), "inf": msgspec.Raw(b"Infinity"), "-inf": msgspec.Raw(b"-Infinity")}
 
 
 def _raw(field: pa.Field, values: list[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_number, is_text, storage
 from weftline.engine.jobs.sources.cells import MIXED, cell_kind
 from weftline.engine.jobs.sources.reader import MEANS
+from weftline.nodes import exact_numbers
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import describe, fits
 from weftline.shm.spec import STAND_INS
@@ -117,10 +118,8 @@ def _for_tensor(type: pa.DataType, port: PortType) -> str:
     depth, fixed, inner = 0, list[int](), storage(type)
     if shaped:
         fixed, inner, depth = list(type.shape), storage(type.value_type), len(type.shape)
-    elif is_bytes(inner):
+    elif is_bytes(inner) or is_shaped(inner):
         return ""
-    elif is_shaped(inner):
-        return _for_dtype(storage(inner.field("data").type.value_type), port)
     while is_list(inner):
         fixed.append(inner.list_size if pa.types.is_fixed_size_list(inner) else -1)
         depth, inner = depth + 1, storage(inner.value_type)
@@ -133,16 +132,7 @@ def _for_tensor(type: pa.DataType, port: PortType) -> str:
     for size, dim in zip(fixed, port.dims or ()):
         if size >= 0 and isinstance(dim, int) and dim != size:
             return f"a column of {type} has lists of {size}, {port} expects {dim}"
-    return _for_dtype(inner, port)
-
-
-def _for_dtype(type: pa.DataType, port: PortType) -> str:
-    if port.dtype is None:
-        return ""
-    expected, found = np.dtype(port.dtype).kind, "b" if pa.types.is_boolean(type) else "i"
-    found = "f" if pa.types.is_floating(type) else found
-    fits = {"b": "b", "i": "iufc", "f": "fc"}[found]
-    return "" if expected in fits else f"a column of {type} does not hold {port.dtype}"
+    return ""
 
 
 def tensors(array: pa.Array, port: PortType) -> list[Any]:
@@ -240,16 +230,8 @@ def _numpy(numbers: pa.Array) -> np.ndarray:
 
 
 def _converted(values: np.ndarray, port: PortType) -> tuple[np.ndarray, np.ndarray | None]:
-    """Cast numbers to the port's dtype; return a mask of integers changed by the cast, None if there are none.
-
-    Fractions may be rounded; integers may not.
-    """
-    if port.dtype is None or values.dtype == port.dtype:
-        return values, None
-    with np.errstate(all="ignore"):
-        held = values.astype(port.dtype)
-        wrong = held.astype(values.dtype) != values if values.dtype.kind in "iu" else None
-    return held, wrong if wrong is not None and wrong.any() else None
+    """Cast numbers to the port's dtype; return a mask of those that it does not hold exactly, None without any."""
+    return (values, None) if port.dtype is None else exact_numbers.converted(values, port.dtype)
 
 
 def _array(value: Any, port: PortType) -> Any:
@@ -289,4 +271,4 @@ def _unfit(port: PortType, got: str) -> Unusable:
 
 
 def _inexact(port: PortType) -> Unusable:
-    return Unusable(f"wants {port}, got numbers that {port.dtype} does not hold exactly")
+    return Unusable(f"wants {port}, got {exact_numbers.inexact(str(port.dtype))}")

@@ -5,8 +5,9 @@
     {"inputs": [{"name", "datatype", "shape", "parameters": {"binary_data_size": 4096}}], "outputs": [...]}<bytes>
 
 A tensor comes as `data` (nested or flat lists), in the bytes behind the JSON, or in registered shared memory. Outputs
-go out as bytes where `binary_data` or `binary_data_output` asks for it, else as flat lists; numbers that JSON cannot
-express (NaN, infinities) are null there, and BYTES must be UTF-8. (Triton, "Binary Tensor Data Extension".)
+go out as bytes where `binary_data` or `binary_data_output` asks for it, else as flat lists; BYTES must be UTF-8 there.
+(Triton, "Binary Tensor Data Extension".) Numbers that JSON lacks are NaN, Infinity and -Infinity in both directions, as
+in Triton and Python's json module.
 
 Pure: bytes in, values out. Tensors of a request are views of the received body.
 """
@@ -18,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
@@ -35,6 +35,7 @@ from weftline.engine.serving.v2.messages import (
 )
 from weftline.engine.serving.v2.strict_json import loads
 from weftline.errors import InputError
+from weftline.nodes.json_value import json_text
 
 HEADER = "inference-header-content-length"
 BODY_VALUES = 1 << 16
@@ -61,7 +62,7 @@ def read_request(
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
-    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES)
+    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES, not_finite=True)
     if not isinstance(head, dict):
         raise InputError("the body: expected a JSON object with inputs")
     if "inputs" not in head and (other := [key for key in head if key not in ("id", "parameters", "outputs")]):
@@ -98,7 +99,7 @@ def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes
     head: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     head |= {"id": response.id} if response.id else {}
     head |= {"parameters": dict(response.parameters)} if response.parameters else {}
-    json = msgspec.json.encode(head | {"outputs": outputs})
+    json = json_text(head | {"outputs": outputs})
     return b"".join([json, *parts]), len(json) if parts else None
 
 
@@ -198,6 +199,8 @@ def _parameters(given: Mapping[str, Any], what: str) -> dict[str, Parameter]:
     for name, value in found.items():
         if not isinstance(value, bool | int | float | str):
             raise InputError(f"{what}: parameters: {name!r:.80}: expected true, false, a number or a text")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{what}: parameters: {name!r:.80}: found {value}, expected a finite number")
     return found
 
 

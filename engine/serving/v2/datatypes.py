@@ -23,7 +23,6 @@ any              text                         any
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from functools import lru_cache
 import numpy as np
 
 from weftline.errors import InputError
+from weftline.nodes.exact_numbers import from_bfloat16, numbers
 from weftline.nodes.ports import Dim, PortType
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
 
@@ -78,50 +78,31 @@ def trailing_dims(dtype: str | None) -> tuple[int, ...]:
 def array_of(datatype: str, values: Sequence[object]) -> np.ndarray:
     """Return elements as a flat array; InputError if one does not fit the datatype.
 
-    BOOL accepts booleans, integers accept integers in range, floats accept finite integers and floats in range.
+    BOOL accepts booleans, integers accept integers, floats accept integers, floats, NaN and infinities, each if the
+    datatype holds it by the rule of `exact_numbers`.
     """
-    kinds = set(map(type, values))
-    held = NUMPY[datatype]
-    if datatype == "BOOL":
-        _expect(kinds <= {bool}, datatype, "true and false")
-        return np.array(values, held)
+    allowed, expected = _ELEMENTS["b" if datatype == "BOOL" else NUMPY[datatype].kind if datatype != "BF16" else "f"]
+    if not set(map(type, values)) <= allowed:
+        raise InputError(f"found elements that {datatype} cannot hold, expected {expected}")
     try:
-        if held.kind in "iu" and datatype != "BF16":
-            _expect(kinds <= {int}, datatype, "integers")
-            info = np.iinfo(held)
-            _expect(not values or (info.min <= min(values) and max(values) <= info.max), datatype, "numbers in range")  # type: ignore[type-var, operator]
-            return np.array(values, held)
-        _expect(kinds <= {int, float}, datatype, "numbers")
-        wide = np.array(values, np.float64)
-        with np.errstate(over="ignore"):
-            array = wide.astype(np.float32) if datatype == "BF16" else wide.astype(held)
-        _expect(bool(np.isfinite(array).all()), datatype, "finite numbers in range")
-    except OverflowError:
-        raise InputError(f"found elements that {datatype} cannot hold, expected numbers in range") from None
-    return to_bfloat16(array) if datatype == "BF16" else array
+        return numbers(values, DTYPES[datatype], datatype)
+    except InputError as error:
+        raise InputError(f"found {error}") from None
 
 
-def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Round float32 numbers to the bits of bfloat16, to nearest even: uint16 of the same shape."""
-    bits = array.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Convert the bits of bfloat16 (uint16) to float32 numbers."""
-    return (array.astype(np.uint32) << 16).view(np.float32)
+_ELEMENTS: dict[str, tuple[frozenset[type], str]] = {
+    "b": (frozenset({bool}), "true and false"),
+    "i": (frozenset({int}), "integers"),
+    "u": (frozenset({int}), "integers"),
+    "f": (frozenset({int, float}), "numbers"),
+}
+"""Types of JSON elements by the kind of their numpy dtype."""
 
 
 def number_of(datatype: str, element: np.ndarray) -> bool | int | float:
-    """Return one element as a Python number; InputError for NaN and infinities, which json lacks."""
+    """Return one element as a Python number."""
     number: bool | int | float = (from_bfloat16(element) if datatype == "BF16" else element).item()
-    _expect(math.isfinite(number), datatype, "a finite number")
     return number
-
-
-def _expect(right: bool, datatype: str, expected: str) -> None:
-    if not right:
-        raise InputError(f"found elements that {datatype} cannot hold, expected {expected}")
 
 
 # port types

@@ -94,7 +94,7 @@ def value_of(kind: str, element: object, type: str, values_max: int = strict_jso
     if not isinstance(element, bytes | bytearray | memoryview | str):
         raise InputError(NOT_AN_ELEMENT)
     if kind in _DOCUMENTS:
-        return _DOCUMENTS[kind](strict_json.loads(element, values_max=values_max), type)
+        return _DOCUMENTS[kind](strict_json.loads(element, values_max=values_max, not_finite=True), type)
     return _KINDS[kind](element, type)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.v2 import protobuf_wire as wire
-from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
+from weftline.engine.serving.v2.datatypes import BYTES, DTYPES
 from weftline.engine.serving.v2.messages import (
     InferRequest,
     InferResponse,
@@ -45,6 +45,7 @@ from weftline.engine.serving.v2.messages import (
 )
 from weftline.engine.serving.v2.protobuf_wire import I32, I64, LEN, VARINT, FieldReader
 from weftline.errors import InputError
+from weftline.nodes.exact_numbers import converted, inexact
 
 RAW_INPUTS, RAW_OUTPUTS = 7, 6
 """Field numbers of raw_input_contents and raw_output_contents; a response has no list of wanted outputs."""
@@ -454,9 +455,9 @@ def _typed_tensor(head: TensorHead, shape: tuple[int, ...], parameters: Mapping[
     elements = head.contents[expected]
     if isinstance(elements, list):
         return Tensor(name, datatype, shape, None, tuple(elements), None, parameters)
-    array = elements.astype(NUMPY[datatype], copy=False)
-    if array.dtype != elements.dtype and not np.array_equal(array, elements):
-        raise InputError(f"{what}: found elements beyond the range of {datatype}")
+    array, wrong = converted(elements, DTYPES[datatype])
+    if wrong is not None:
+        raise InputError(f"{what}: found {inexact(datatype)}")
     return Tensor(name, datatype, shape, array.view(np.uint8).data, None, None, parameters)
 
 

@@ -21,7 +21,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from weftline.engine.result import StreamedOutput
@@ -33,6 +32,7 @@ from weftline.engine.serving.v2.elements import encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
+from weftline.nodes.json_value import json_text
 from weftline.shm.view import dtype_name
 
 ABSENT: dict[str, Parameter] = {"absent": True}
@@ -145,13 +145,13 @@ def _element(value: Any, kind: str) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    """Encode a value as compact JSON; numbers that JSON lacks become null."""
+    """Encode a value as compact JSON; numbers that JSON lacks are NaN, Infinity and -Infinity."""
     if isinstance(value, list | tuple):
         value = [one.to_json() if isinstance(one, Detections) else one for one in value]
     elif isinstance(value, Detections):
         value = value.to_json()
     try:
-        return msgspec.json.encode(value, enc_hook=_plain)
+        return json_text(value, _plain)
     except (OverflowError, ValueError, RecursionError):  # such as integers beyond 64 bits
         return json.dumps(value, separators=(",", ":"), ensure_ascii=True, default=_plain).encode()
 

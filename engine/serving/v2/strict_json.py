@@ -1,8 +1,9 @@
 """Strict JSON parser for untrusted input.
 
-Refuses, in addition to invalid JSON: a duplicate key in one object, NaN and Infinity, numbers that overflow a double,
-integers beyond 64 bits, halves of surrogate pairs, nesting deeper than 64, more than VALUES_MAX values, and anything
-but UTF-8. Values are counted before parsing, so a small document never becomes many objects.
+Refuses, in addition to invalid JSON: a duplicate key in one object, numbers that overflow a double, integers beyond 64
+bits, halves of surrogate pairs, nesting deeper than 64, more than VALUES_MAX values, anything but UTF-8, and NaN and
+Infinity except where the caller accepts them. Values are counted before parsing, so a small document never becomes many
+objects.
 
 msgspec parses. It accepts duplicate keys, long integers and deep nesting, so the parsed value is checked for them. A
 refused document is parsed again by a slower parser, to find the reason.
@@ -39,20 +40,30 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _LONG = b"0" * 19  # integers of fewer digits are within 64 bits
 
+_NOT_FINITE = re.compile(rb"NaN|Infinity")
+
 _decode = msgspec.json.Decoder().decode
 
 
-def loads(data: bytes | bytearray | memoryview | str, what: str = "json", values_max: int = VALUES_MAX) -> Any:
+def loads(
+    data: bytes | bytearray | memoryview | str,
+    what: str = "json",
+    values_max: int = VALUES_MAX,
+    not_finite: bool = False,
+) -> Any:
     """Parse a JSON document; InputError with the problem and its position, never with its text.
 
     what:       start of the message.
     values_max: most values, the outermost included.
+    not_finite: accept NaN, Infinity and -Infinity, as Python's json module and Triton write them.
     """
     raw = _encoded(data, what)
     check_count((raw,), what, values_max)
     try:
         value = _decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
+        if not_finite and _NOT_FINITE.search(raw):
+            return _parsed_slowly(raw, what, not_finite)
         raise _reason(raw, what) from None
     if not _is_strict(value, raw):
         raise _reason(raw, what)
@@ -110,26 +121,39 @@ _CONTAINERS = {list, dict}
 def _reason(raw: bytes, what: str) -> InputError:
     """Return the error of a refused document."""
     try:
+        _parsed_slowly(raw, what)
+    except InputError as error:
+        return error
+    return InputError(f"{what}: not valid JSON")
+
+
+def _parsed_slowly(raw: bytes, what: str, not_finite: bool = False) -> Any:
+    """Parse a document with a parser that finds where it is wrong; InputError with the reason.
+
+    not_finite: accept NaN, Infinity and -Infinity.
+    """
+    try:
         document = raw.decode()
     except UnicodeDecodeError as error:
-        return InputError(f"{what}: found a byte that is not UTF-8 at {error.start}, expected JSON in UTF-8")
+        raise InputError(f"{what}: found a byte that is not UTF-8 at {error.start}, expected JSON in UTF-8") from None
     try:
         _check_depth(raw, what)
+        constant = float if not_finite else _constant
         value = json.loads(
-            document, object_pairs_hook=_object, parse_constant=_constant, parse_int=_int, parse_float=_float
+            document, object_pairs_hook=_object, parse_constant=constant, parse_int=_int, parse_float=_float
         )
         if _SURROGATE.search(raw):
             json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
-        return InputError(f"{what}: not valid JSON at line {error.lineno}, column {error.colno}")
+        raise InputError(f"{what}: not valid JSON at line {error.lineno}, column {error.colno}") from None
     except UnicodeEncodeError:
-        return InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold")
+        raise InputError(f"{what}: found half of a surrogate pair, expected text that UTF-8 can hold") from None
     except InputError as error:
         text = str(error)
-        return InputError(text if text.startswith(what) else f"{what}: {text}")
+        raise InputError(text if text.startswith(what) else f"{what}: {text}") from None
     except (ValueError, RecursionError):
-        pass
-    return InputError(f"{what}: not valid JSON")
+        raise InputError(f"{what}: not valid JSON") from None
 
 
 def _check_depth(raw: bytes, what: str) -> None:

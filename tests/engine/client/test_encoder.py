@@ -122,16 +122,23 @@ def test_detections_arrive() -> None:
     assert arrived("detections", FOUND.to_json()).to_json() == FOUND.to_json()
 
 
+def test_numbers_that_json_lacks_arrive() -> None:
+    found = arrived("json", {"a": [float("nan"), float("inf"), -float("inf")]})["a"]
+    assert np.isnan(found[0]) and found[1:] == [float("inf"), -float("inf")]
+
+
 @pytest.mark.parametrize(
     ("type", "value"),
     [
         ("text", 5),
         ("text", "\ud800"),
-        ("json", float("nan")),
         ("json", object()),
         ("bytes", "text"),
         ("float32[3]", np.zeros(4, np.float32)),
         ("float32[3]", np.zeros(3, np.float64)),
+        ("float32[3]", [1, 2, 2**24 + 1]),
+        ("int64[]", 2**64 - 1),
+        ("tensor", [2**64 - 1, -1]),
         ("image", np.zeros((2, 2), np.float32)),
         ("image", Path("/nowhere/photo.png")),
         ("list[text]", "abc"),

@@ -88,7 +88,7 @@ def test_regions_beyond_the_limit_or_named_twice_are_refused_unread() -> None:
     ("document", "why"),
     [
         (b'{"a": 1, "a": "' + b"x" * 80_000 + b'"}', "twice"),
-        (b"[" + b"1," * 40_000 + b"NaN]", "NaN"),
+        (b'{"a": NaN, "b": "' + b"x" * 80_000 + b'", "a": NaN}', "twice"),
         (b"[" + b"1," * 40_000 + b"18446744073709551616]", "64 bits"),
         (b"[" * 40_000 + b"]" * 40_000, "deeper than 64"),
         (b'["' + b"x" * 80_000 + b'\\ud800"]', "surrogate"),
@@ -98,6 +98,12 @@ def test_regions_beyond_the_limit_or_named_twice_are_refused_unread() -> None:
 def test_what_is_refused_of_small_documents_is_refused_of_large_ones(document: bytes, why: str) -> None:
     with pytest.raises(InputError, match=f"input x: json: .*{why}"):
         _with(lambda parser: _asked(parser, "json", document))
+
+
+def test_nan_arrives_in_a_large_document_too() -> None:
+    document = b"[" + b"1," * 40_000 + b"NaN, -Infinity]"
+    found = msgspec.msgpack.decode(_with(lambda parser: _asked(parser, "json", document)).data)
+    assert np.isnan(found[-2]) and found[-1] == float("-inf")
 
 
 def test_values_are_counted_over_all_elements_of_a_request() -> None:

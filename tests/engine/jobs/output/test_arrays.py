@@ -61,9 +61,9 @@ def test_json_comes_back(values):
     assert [None if one is None else json.loads(one) for one in found] == values
 
 
-def test_json_has_no_nan_and_keeps_large_numbers_and_the_order_of_keys():
+def test_json_keeps_nan_and_large_numbers_and_the_order_of_keys():
     value = {"b": float("nan"), "a": [float("inf"), -float("inf")], "n": -(2**100)}
-    assert one_column("json", [value]).to_pylist() == [f'{{"b":null,"a":[null,null],"n":{-(2**100)}}}']
+    assert one_column("json", [value]).to_pylist() == [f'{{"b":NaN,"a":[Infinity,-Infinity],"n":{-(2**100)}}}']
 
 
 def test_what_is_no_json_becomes_json_where_any_value_may_come():
@@ -113,11 +113,11 @@ def test_bfloat16_is_the_upper_half_of_a_float(numbers):
 
 
 def test_a_number_that_its_dtype_cannot_hold_is_refused():
-    with pytest.raises(ValueError, match="uint8 cannot hold"):
+    with pytest.raises(ValueError, match="uint8 does not hold"):
         true_numbers("uint8", np.array([256]))
     with pytest.raises(ValueError, match="more than one number"):
         tensors(PortType.parse("complex64[]"), np.ones((2, 2), np.complex64), pa.list_(pa.float32()))
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="int32 does not hold"):
         true_numbers("int32", np.array([0.5]))
     with pytest.raises(TypeError):
         true_numbers("float32", np.array(["1"]))

@@ -1,9 +1,12 @@
 import datetime as dt
 import decimal
+import io
 import json
+import math
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.json
 import pytest
 
 from tests.engine.jobs.output.answers import EVERY, block, columns
@@ -43,10 +46,44 @@ def test_every_port_type_is_a_line_each(type):
     assert len(answered(type, [*EVERY[type][0], None])) == 4
 
 
-def test_numbers_that_json_lacks_are_null():
-    values = np.array([1, np.nan, np.inf, -np.inf], np.float32)
-    assert answered("float32[4]", [values]) == [[1.0, None, None, None]]
-    assert answered("float16[]", [np.float16(0.5), np.float16("nan")]) == [0.5, None]
+@pytest.mark.parametrize(
+    ("type", "value"),
+    [
+        ("float32[4]", np.array([1, np.nan, np.inf, -np.inf], np.float32)),
+        ("float16[A, B]", np.array([[1, np.nan, np.inf, -np.inf]], np.float16)),
+        ("complex64[2]", np.array([complex(1, np.nan), complex(np.inf, -np.inf)], np.complex64)),
+        ("json", {"a": [1.0, float("nan"), float("inf"), -float("inf")]}),
+        ("list[json]", [1.0, float("nan"), {"a": [float("inf"), -float("inf"), None]}]),
+        ("list[float32[]]", [np.float32(1), np.float32("nan"), np.float32("inf"), np.float32("-inf")]),
+    ],
+)
+def test_numbers_that_json_lacks_are_those_of_pythons_json(type, value):
+    shown = json.dumps(answered(type, [value, None]))
+    assert [shown.count(one) for one in ("1.0", "NaN", "Infinity", "-Infinity", "null")] == [
+        1, 1, 2, 1, 2 if type == "list[json]" else 1
+    ]  # fmt: skip
+
+
+def test_kept_columns_keep_nan_beside_null():
+    types = {"a": pa.float64(), "b": pa.map_(pa.string(), pa.float32()), "c": pa.dictionary(pa.int8(), pa.float64())}
+    types |= {"d": pa.struct([("x", pa.list_(pa.float16()))])}
+    rows = {"a": [1.5, math.nan, None], "b": [[("k", math.inf)], None, []], "c": [math.nan, 1.0, None]}
+    rows |= {"d": [{"x": [-math.inf]}, {"x": None}, None]}
+    batch = pa.record_batch([pa.array(rows[name], type) for name, type in types.items()], list(types))
+    first, second, third = [json.loads(line) for line in b"".join(lines(batch.schema, batch)).splitlines()]
+    assert first["a"] == 1.5 and math.isnan(second["a"]) and third["a"] is None
+    assert first["b"] == [["k", math.inf]] and math.isnan(first["c"]) and second["c"] == 1.0
+    assert first["d"] == {"x": [-math.inf]} and second["d"] == {"x": None} and third["d"] is None
+
+
+def test_pyarrow_and_pandas_read_what_json_lacks():
+    pandas = pytest.importorskip("pandas")
+    values = pa.array([1.5, math.nan, math.inf, -math.inf, None])
+    batch = pa.record_batch([values, pa.array(range(5))], ["x", "n"])
+    data = b"".join(lines(batch.schema, batch))
+    read = pa.json.read_json(io.BytesIO(data)).column("x")
+    assert read.to_pylist()[2:] == [math.inf, -math.inf, None] and read.null_count == 1
+    assert pandas.read_json(io.BytesIO(data), lines=True)["x"].tolist()[2:4] == [math.inf, -math.inf]
 
 
 def test_bytes_are_base64():

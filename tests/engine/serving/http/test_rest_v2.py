@@ -306,7 +306,8 @@ def test_many_requests_at_once_over_the_async_client(endpoint: Hosted) -> None:
         (b'{"inputs": {}}', 400),
         (b'{"inputs": [3]}', 400),
         (b'{"inputs": [], "inputs": []}', 400),
-        (b'{"inputs": [{"name": "value", "datatype": "FP32", "shape": [1], "data": [NaN]}]}', 400),
+        (b'{"inputs": [{"name": "value", "datatype": "INT32", "shape": [1], "data": [NaN]}]}', 400),
+        (b'{"inputs": [{"name": "value", "datatype": "FP32", "shape": [1], "data": [16777217]}]}', 400),
         (b'{"inputs": [{"name": "value", "datatype": "FP32", "shape": [true], "data": [1]}]}', 400),
         (b'{"inputs": [{"name": "value", "datatype": "FP32", "shape": [-1, -4], "data": [1, 2, 3, 4]}]}', 400),
         (b'{"inputs": [{"name": "value", "datatype": "FP32", "shape": [4294967296, 4294967296], "data": []}]}', 400),
@@ -348,10 +349,22 @@ def test_bytes_must_be_those_that_were_announced(endpoint: Hosted) -> None:
         assert response.status_code == 400
 
 
-def test_numbers_that_json_cannot_tell_are_null(client: triton.InferenceServerClient) -> None:
-    sent = given("value", np.array([np.nan, np.inf, 1], np.float32), "FP32")
-    response = client.infer("other", [sent], outputs=wanted("value", False))
-    assert response.get_output("value")["data"] == [None, None, 1.0]
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False])
+def test_numbers_that_json_lacks_go_there_and_back(
+    client: triton.InferenceServerClient, binary_in: bool, binary_out: bool
+) -> None:
+    array = np.array([np.nan, np.inf, -np.inf, 1], np.float32)
+    sent = triton.InferInput("value", list(array.shape), "FP32")
+    sent.set_data_from_numpy(array, binary_data=binary_in)
+    response = client.infer("other", [sent], outputs=wanted("value", binary_out))
+    assert np.array_equal(response.as_numpy("value"), array, equal_nan=True)
+
+
+def test_a_parameter_is_a_finite_number(endpoint: Hosted) -> None:
+    body = b'{"inputs": [], "parameters": {"timeout": NaN}}'
+    response = httpx.post(f"{endpoint.url}/v2/models/other/infer", content=body)
+    assert response.status_code == 400 and "finite" in response.text
 
 
 def test_nothing_of_the_server_is_named(endpoint: Hosted) -> None:

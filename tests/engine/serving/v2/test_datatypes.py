@@ -11,12 +11,11 @@ from weftline.engine.serving.v2.datatypes import (
     SIZES,
     array_of,
     datatype_of,
-    from_bfloat16,
     number_of,
-    to_bfloat16,
     trailing_dims,
 )  # fmt: skip
 from weftline.errors import InputError
+from weftline.nodes.exact_numbers import from_bfloat16, to_bfloat16
 from weftline.shm.spec import ITEM_BYTES
 
 
@@ -50,7 +49,8 @@ def test_booleans_are_booleans() -> None:
         ("BOOL", (1,)), ("INT32", (True,)), ("INT32", (1.0,)), ("INT8", (128,)), ("UINT8", (-1,)),
         ("UINT64", (1 << 64,)),
         ("INT64", (-(1 << 63) - 1,)), ("FP32", ("1",)), ("FP32", (None,)), ("FP32", (1e300,)), ("FP16", (70000,)),
-        ("FP64", (float("nan"),)), ("FP64", (float("inf"),)), ("FP64", (10**400,)), ("FP32", ([1],)), ("INT8", (b"1",)),
+        ("INT64", (2**53 + 1, 0.5)), ("FP64", (2**53 + 1,)), ("FP32", (2**24 + 1,)), ("BF16", (257,)),
+        ("FP64", (10**19 + 1, 0.5)), ("FP32", ([1],)), ("INT8", (b"1",)),
     ],
 )  # fmt: skip
 def test_what_a_datatype_does_not_hold_is_refused(datatype: str, values: tuple[object, ...]) -> None:
@@ -63,7 +63,12 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert from_bfloat16(to_bfloat16(numbers)).tolist() == [1.0, 1.0, 1.015625, -3.5, 0.0]
 
 
-def test_a_number_that_json_does_not_have_is_refused() -> None:
+def test_one_number_is_a_python_number() -> None:
     assert number_of("BF16", np.array([0x3FC0], np.uint16)) == 1.5
-    with pytest.raises(InputError, match="finite"):
-        number_of("FP32", np.array([np.nan], np.float32))
+    assert np.isnan(number_of("FP32", np.array([np.nan], np.float32)))
+
+
+def test_nan_and_infinities_are_floats() -> None:
+    for datatype in ("FP16", "FP32", "FP64"):
+        found = array_of(datatype, (float("nan"), float("-inf")))
+        assert np.isnan(found[0]) and found[1] == -np.inf

@@ -44,7 +44,8 @@ def elements(tensor: Tensor) -> list[bytes]:
     [
         ("text", "grün", "grün".encode()), ("text", "", b""), ("bytes", b"\0\xff", b"\0\xff"),
         ("json", {"a": [1, None, 0.5]}, b'{"a":[1,null,0.5]}'), ("json", "a", b'"a"'), ("json", None, b"null"),
-        ("json", float("nan"), b"null"), ("json", 10**30, b"1000000000000000000000000000000"),
+        ("json", float("nan"), b"NaN"), ("json", [{"a": -float("inf")}, None], b'[{"a":-Infinity},null]'),
+        ("json", 10**30, b"1000000000000000000000000000000"),
         ("detections", FOUND, b'[{"name":"star","score":0.5,"box":[1.0,2.0,3.0,4.0]}]'),
         ("any", "a", b"a"), ("any", {"a": 1}, b'{"a":1}'),
         ("any", [FOUND], b'[[{"name":"star","score":0.5,"box":[1.0,2.0,3.0,4.0]}]]'),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -53,6 +54,25 @@ def test_what_is_no_strict_json_is_refused(text: bytes | str, why: str) -> None:
     with pytest.raises(InputError, match=why) as refused:
         loads(text, "input x")
     assert str(refused.value).startswith("input x: ") and len(str(refused.value)) < 160
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b'{"a": [NaN, 1], "b": "NaN"}', {"a": [math.nan, 1], "b": "NaN"}), (b"-Infinity", -math.inf),
+        (b"[Infinity]", [math.inf]),
+    ],
+)  # fmt: skip
+def test_numbers_that_json_lacks_are_accepted_on_request(text: bytes, expected: object) -> None:
+    assert repr(loads(text, not_finite=True)) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text", [b"[NaN, 1e999]", b'{"a": NaN, "a": 1}', b"[" * 65 + b"NaN" + b"]" * 65, b"nan", b"+Infinity", b"[NaN, ]"]
+)
+def test_nothing_else_is_accepted_with_them(text: bytes) -> None:
+    with pytest.raises(InputError):
+        loads(text, not_finite=True)
 
 
 @pytest.mark.parametrize("number", ["9223372036854775807", "-9223372036854775808", "18446744073709551615", "1e308"])
