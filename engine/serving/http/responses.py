@@ -31,7 +31,7 @@ _EVENT_HEADERS = [
 
 
 def json_response(value: Any, code: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response. NaN and infinities become null."""
+    """Return a JSON response; `value` has neither NaN nor infinities."""
     return Response(msgspec.json.encode(value), code, headers, JSON)
 
 

@@ -55,6 +55,7 @@ from weftline.engine.serving.openai.responses import (
     usage_of,
 )
 from weftline.errors import InputError, StepError
+from weftline.nodes.exact_numbers import converted, inexact
 
 
 class Endpoint:
@@ -271,20 +272,34 @@ class Embeddings(Endpoint):
                 body.check_dimensions(len(outputs[ports.output]))
         as_text = body.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text)}
+            {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text, body.model)}
             for place, outputs in enumerate(answers)
         ]
         return json_response({"object": "list", "data": data, "model": body.model, "usage": usage.prompt_json()})
 
 
-def _encoded(vector: np.ndarray | None, as_text: bool) -> list[float] | str | None:
-    """Return a vector as numbers, or as base64 of little-endian float32; None for an output that is absent."""
+def _encoded(vector: np.ndarray | None, as_text: bool, model: str) -> list[float] | str | None:
+    """Return a vector as numbers, or as base64 of little-endian float32; None for an output that is absent.
+
+    StepError: numbers that the form lacks. base64 has NaN and infinities.
+    """
     if vector is None:
         return None
+    single, wrong = converted(vector, "float32")
+    if wrong is not None:
+        raise StepError(f"model {model} gave {inexact('float32')}")
     if as_text:
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector.astype(np.float32).tolist()
+        return base64.b64encode(single.tobytes()).decode()
+    _check_finite(single, f"model {model} gave an embedding", 'send "encoding_format": "base64", or ')
+    numbers: list[float] = single.tolist()
     return numbers
+
+
+def _check_finite(numbers: np.ndarray, what: str, fix: str = "") -> None:
+    """Raise StepError for NaN and infinities: clients of these routes read JSON, which lacks them."""
+    if not np.isfinite(numbers).all():
+        finite = "find the inputs for which the model fails; `finite: true` in its step fails them alone"
+        raise StepError(f"{what} with NaN or an infinite number, which JSON lacks\n    fix: {fix}{finite}")
 
 
 class Rerank(Endpoint):
@@ -319,6 +334,7 @@ def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]
         return []
     if len(scores) != len(body.documents):
         raise StepError(f"model {body.model} gave {len(scores)} scores for {len(body.documents)} documents")
+    _check_finite(scores, f"model {body.model} gave scores")
     results: list[dict[str, Any]] = []
     for index in np.argsort(-scores.astype(np.float64), kind="stable")[: body.top_n].tolist():
         document = {"document": {"text": body.documents[index]}} if body.return_documents else {}

@@ -77,6 +77,14 @@ def test_only_the_wanted_outputs_come(client: Client) -> None:
     }
 
 
+def test_numbers_that_json_lacks_go_there_and_back(client: Client) -> None:
+    facts = {"a": [float("nan"), None, {"b": float("-inf")}]}
+    numbers = np.array([[np.nan, np.inf]], np.float32)
+    wanted = RequestOptions(outputs=["facts", "numbers"])
+    result = client.run("everything", wanted, **plain() | {"facts": facts, "numbers": numbers})
+    assert repr(result["facts"]) == repr(facts) and np.array_equal(result["numbers"], numbers, equal_nan=True)
+
+
 def test_null_is_a_value_of_json_and_of_nothing_else(client: Client) -> None:
     assert client.run("everything", RequestOptions(outputs=["facts"]), **plain() | {"facts": None})["facts"] is None
     with pytest.raises(errors.InputError, match="input words: wants text"):

@@ -35,7 +35,8 @@ async def embeds(ask: Ask) -> dict[str, Any]:
         raise InputError("this text cannot be embedded")
     if text == "slow":
         await asyncio.sleep(60)
-    vector = np.array([len(text), 0.5, -1.0], np.float32)
+    first = float(text) if text in ("nan", "-inf") else len(text)
+    vector = np.array([first, 0.5, -1.0], np.float32)
     if "overflow" not in ask.inputs:
         return {"embedding": vector, "usage": {"prompt_tokens": 4}}
     if ask.inputs["overflow"] == "error":
@@ -47,6 +48,7 @@ def ranks(ask: Ask) -> dict[str, Any]:
     if ask.inputs.get("overflow") == "start":
         return {"scores": np.zeros(2, np.float32), "usage": {"prompt_tokens": 7, "truncated_tokens": 9}}
     scores = [one.count(ask.inputs["query"]) / 4 for one in ask.inputs["passages"]]
+    scores = [float("nan") if ask.inputs["query"] == "nan" else one for one in scores]
     short = scores[1:] if ask.inputs["query"] == "short" else scores
     return {"scores": np.array(short, np.float32), "usage": {"prompt_tokens": 7}}
 
@@ -162,6 +164,23 @@ def test_a_completion_streams(client: openai.OpenAI) -> None:
 def test_completions_refuse_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
     response = httpx.post(f"{endpoint.url}/v1/completions", json={"model": "text"} | body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("text", ["nan", "-inf"])
+def test_a_vector_that_json_lacks_comes_as_base64_alone(
+    client: openai.OpenAI, endpoint: Hosted, text: str
+) -> None:
+    exact = client.embeddings.create(model="embed", input=text)  # the client asks for base64
+    assert repr(exact.data[0].embedding) == repr([float(text), 0.5, -1.0])
+    body = {"model": "embed", "input": ["a", text]}
+    response = httpx.post(f"{endpoint.url}/v1/embeddings", json=body)
+    assert response.status_code == 500 and "base64" in response.json()["error"]["message"]
+
+
+def test_scores_that_json_lacks_are_an_error(endpoint: Hosted) -> None:
+    body = {"model": "rank", "query": "nan", "documents": ["a", "b"]}
+    response = httpx.post(f"{endpoint.url}/v1/rerank", json=body)
+    assert response.status_code == 500 and "NaN" in response.json()["error"]["message"]
 
 
 def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, endpoint: Hosted) -> None:
