@@ -203,11 +203,8 @@ def image_claim(data: bytes, pixels_max: int = PIXELS_MAX) -> ImageHeader:
 
 def decode_image_into(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, int, int]:
     """Decode a picture into `buffer`, flat uint8 of 3 bytes for each pixel of its claim, and return its shape."""
-    from PIL import ImageOps
-
-    with _opened(data, header) as image:
-        image.load()
-        ImageOps.exif_transpose(image, in_place=True)
+    with _opened(data, header) as opened:
+        image = _upright(opened)
         width, height = image.size
         if width * height != header.pixels:
             raise ValueError("another size than its header claims")
@@ -218,12 +215,18 @@ def decode_image_into(data: bytes, header: ImageHeader, buffer: np.ndarray) -> t
 
 @contextmanager
 def _opened(data: bytes, header: ImageHeader) -> Iterator[Image.Image]:
-    """Open a picture for decoding; InputError, without a decoder's own words, when that or anything inside fails."""
+    """Open a picture for decoding; InputError when that or anything inside fails."""
     from PIL import Image
 
+    with _decoding(header.format), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        yield image
+
+
+@contextmanager
+def _decoding(format: str) -> Iterator[None]:
+    """Convert every exception of a decoder to an InputError without the decoder's own words."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            yield image
+        yield
     except InputError:
         raise
     except MemoryError:
@@ -231,7 +234,7 @@ def _opened(data: bytes, header: ImageHeader) -> Iterator[Image.Image]:
     except (
         Exception
     ):  # decoders raise nearly anything on hostile bytes: OSError, SyntaxError, struct.error, KeyError ...
-        raise InputError(f"the picture is corrupt or truncated: its {header.format} data cannot be decoded") from None
+        raise InputError(f"the picture is corrupt or truncated: its {format} data cannot be decoded") from None
 
 
 def check_header(header: ImageHeader, pixels_max: int) -> None:
@@ -251,16 +254,38 @@ def _check_size(width: int, height: int, pixels_max: int) -> None:
         raise InputError(f"a picture of {width} x {height} pixels; the limit pixels_max is {pixels_max}")
 
 
-def from_pil(image: Image.Image) -> np.ndarray:
-    """Return a Pillow picture of any mode as uint8[H, W, 3]."""
-    image.load()
-    whole = np.empty((image.size[1], image.size[0], 3), np.uint8)
-    _convert(image, whole)
+def from_pil(image: Image.Image, pixels_max: int = PIXELS_MAX) -> np.ndarray:
+    """Return a Pillow picture as uint8[H, W, 3], the same as `decode_image` returns for its file.
+
+    It is turned by its EXIF orientation, which Pillow keeps in copies, too; `ImageOps.exif_transpose` removes it.
+    InputError: over the limit, corrupt, or of mode I or F.
+    """
+    _check_size(*image.size, pixels_max)
+    with _decoding(image.format or image.mode):
+        image = _upright(image)
+        whole = np.empty((image.size[1], image.size[0], 3), np.uint8)
+        _convert(image, whole)
     return whole
 
 
+def _upright(image: Image.Image) -> Image.Image:
+    """Load a picture and turn it by its EXIF orientation."""
+    from PIL import ExifTags, ImageOps
+
+    image.load()
+    turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    return ImageOps.exif_transpose(image) if turned else image
+
+
 def _convert(image: Image.Image, whole: np.ndarray) -> None:
-    """Write a Pillow picture of any mode to uint8[H, W, 3], a band of rows at a time."""
+    """Write a Pillow picture to uint8[H, W, 3], a band of rows at a time. InputError: mode I or F."""
+    if image.mode in ("I", "F"):
+        fix = (
+            "Image.fromarray((np.asarray(image) * (255 / top)).astype('uint8')), with `top` its largest possible value"
+        )
+        found = f"a Pillow picture of mode {image.mode}, whose range of values is not known"
+        raise InputError(f"{found}\n    fix: scale it to 0..255: {fix}")
+    image = _from_lab(image) if image.mode == "LAB" else image
     width, height = image.size
     rows = max(1, BAND_PIXELS // max(width, 1))
     for top in range(0, height, rows):
@@ -270,10 +295,28 @@ def _convert(image: Image.Image, whole: np.ndarray) -> None:
 
 def _band(image: Image.Image) -> np.ndarray:
     if image.mode.startswith("I;16"):
-        return from_array((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        return from_array(np.asarray(image.convert("RGBA")))
+        return from_array(_from_sixteen_bits(np.asarray(image), image.info.get("transparency")))
+    if image.has_transparency_data and image.mode in _TRANSPARENT:
+        whole = image.convert("LA") if image.mode == "La" else image  # Pillow converts La to LA alone
+        return from_array(np.asarray(whole.convert("RGBA")))
     return np.ascontiguousarray(image.convert("RGB"), np.uint8)
+
+
+_TRANSPARENT = ("1", "L", "P", "RGB", "LA", "PA", "La", "RGBA", "RGBa")
+"""Modes that can be transparent, by a channel, a palette or one colour."""
+
+
+def _from_sixteen_bits(grey: np.ndarray, transparent: object) -> np.ndarray:
+    """Return the upper 8 of 16 bits, and white for the transparent value if there is one."""
+    eight = (grey >> 8).astype(np.uint8)
+    return np.where(grey == transparent, np.uint8(255), eight) if isinstance(transparent, int) else eight
+
+
+def _from_lab(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    return ImageCms.applyTransform(image, ImageCms.buildTransform(*profiles, "LAB", "RGB"))
 
 
 def from_array(image: Any, pixels_max: int | None = None) -> np.ndarray:
@@ -283,7 +326,8 @@ def from_array(image: Any, pixels_max: int | None = None) -> np.ndarray:
     """
     found = f"{image.dtype}[{', '.join(map(str, image.shape))}]"
     if image.dtype != np.uint8:
-        fix = "scale it to 0..255 and convert it: (x * 255).astype('uint8')"
+        sixteen = "scale it to 0..255: (x >> 8).astype('uint8') where it has all 16 bits"
+        fix = sixteen if image.dtype == np.uint16 else "scale it to 0..255 and convert it: (x * 255).astype('uint8')"
         raise InputError(f"wants image (uint8[H, W, 3]), got {found}\n    fix: {fix}")
     if image.ndim == 3 and image.shape[0] in (1, 3) and image.shape[2] not in (1, 3, 4):
         fix = "put the channels last: x.transpose(1, 2, 0)"

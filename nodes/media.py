@@ -98,7 +98,7 @@ class MediaLimits:
 def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> Any:
     """Convert `raw` to a value of `type`. InputError: not possible.
 
-    image:  encoded bytes, a path, a Pillow picture, or a uint8 array (grey, RGB or RGBA).
+    image:  encoded bytes, a path, a Pillow picture (except of mode I or F), or a uint8 array (grey, RGB or RGBA).
     audio:  encoded bytes, a path, or an array at 16 kHz (float, or int16, int32, uint8 which are scaled).
     text:   a str, or bytes or a file in UTF-8.
     json:   any json value (a str is itself one), what `to_json` converts to one, or bytes or a file that hold json.
@@ -210,7 +210,7 @@ def _image(type: PortType, raw: Any, limits: MediaLimits) -> np.ndarray:
     if isinstance(raw, np.ndarray):
         return image.from_array(raw, limits.pixels_max)
     if hasattr(raw, "convert") and hasattr(raw, "mode") and hasattr(raw, "size"):
-        return image.from_array(image.from_pil(raw), limits.pixels_max)
+        return image.from_pil(raw, limits.pixels_max)
     raise InputError(f"wants image (encoded bytes, or uint8[H, W, 3]), got {describe(raw)}")
 
 

@@ -167,9 +167,7 @@ def test_completions_refuse_by_name(endpoint: Hosted, body: dict[str, Any], para
 
 
 @pytest.mark.parametrize("text", ["nan", "-inf"])
-def test_a_vector_that_json_lacks_comes_as_base64_alone(
-    client: openai.OpenAI, endpoint: Hosted, text: str
-) -> None:
+def test_a_vector_that_json_lacks_comes_as_base64_alone(client: openai.OpenAI, endpoint: Hosted, text: str) -> None:
     exact = client.embeddings.create(model="embed", input=text)  # the client asks for base64
     assert repr(exact.data[0].embedding) == repr([float(text), 0.5, -1.0])
     body = {"model": "embed", "input": ["a", text]}
