@@ -280,9 +280,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _convert(image: Image.Image, whole: np.ndarray) -> None:
     """Write a Pillow picture to uint8[H, W, 3], a band of rows at a time. InputError: mode I or F."""
     if image.mode in ("I", "F"):
-        fix = (
-            "Image.fromarray((np.asarray(image) * (255 / top)).astype('uint8')), with `top` its largest possible value"
-        )
+        fix = "Image.fromarray((np.asarray(image) * (255 / top)).astype('uint8')), with its largest value as top"
         found = f"a Pillow picture of mode {image.mode}, whose range of values is not known"
         raise InputError(f"{found}\n    fix: scale it to 0..255: {fix}")
     image = _from_lab(image) if image.mode == "LAB" else image

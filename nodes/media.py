@@ -32,10 +32,11 @@ from weftline.shm.view import dtype_name
 def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
     """Return `raw` as a row-major array of `type`; the very same array when it already is one.
 
-    Arrays are not converted to another dtype; numbers and nested lists have no dtype of their own and take the port's,
-    if it holds them by the rule of `exact_numbers`.
+    Arrays are not converted to another dtype; numbers, NumPy's scalars included, and nested lists have no dtype
+    of their own and take the port's, if it holds them by the rule of `exact_numbers`.
     """
-    array = _from_array(type, raw) if array_dtype(raw) is not None else _from_numbers(type, raw)
+    is_array = array_dtype(raw) is not None and not isinstance(raw, np.number | np.bool_)
+    array = _from_array(type, raw) if is_array else _from_numbers(type, raw)
     dtype = dtype_name(array.dtype)
     if dtype not in ITEM_BYTES:
         raise InputError(f"wants {type}, got an array of {dtype:.40}")

@@ -20,6 +20,7 @@ from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Packed, PendingTensor
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
+from weftline.nodes.exact_numbers import converted, inexact
 from weftline.nodes.json_value import NotJson, encode_json, to_json
 from weftline.nodes.ports import Dim, PortType
 from weftline.nodes.values import fits
@@ -102,7 +103,7 @@ def pack(
         return _pack_list(value, type, what, known, on_device)
     if kind == "detections":
         _expect(isinstance(value, Detections), value, "Detections", what)
-        return Packed(kind, data=_pack_detections(value))
+        return Packed(kind, data=_pack_detections(value, what))
     try:
         return Packed("json", data=encode_json(to_json(value)))
     except NotJson as error:
@@ -318,15 +319,16 @@ def _from_torch(tensor: Any) -> tuple[np.ndarray, str]:
     return tensor.numpy(), dtype
 
 
-def _pack_detections(found: Detections) -> bytes:
-    return msgspec.msgpack.encode(
-        _Found(
-            found.names,
-            np.ascontiguousarray(found.boxes, np.float32).tobytes(),
-            np.ascontiguousarray(found.scores, np.float32).tobytes(),
-            np.ascontiguousarray(found.classes, np.int32).tobytes(),
-        )
-    )
+def _pack_detections(found: Detections, what: str) -> bytes:
+    columns = ((found.boxes, "float32"), (found.scores, "float32"), (found.classes, "int32"))
+    return msgspec.msgpack.encode(_Found(found.names, *(_exact_bytes(*one, what) for one in columns)))
+
+
+def _exact_bytes(values: Any, dtype: str, what: str) -> bytes:
+    held, wrong = converted(np.asarray(values), dtype)
+    if wrong is not None:
+        raise StepError(f"{what}: found detections with {inexact(dtype)}")
+    return held.tobytes()
 
 
 _decode_found = msgspec.msgpack.Decoder(_Found).decode

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weftline.errors import InputError
+from weftline.engine.protocol.values import live, pack
+from weftline.errors import InputError, StepError
+from weftline.nodes.detections import Detections
 from weftline.nodes.exact_numbers import converted, from_bfloat16, numbers, to_bfloat16
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import PortType
@@ -110,6 +112,22 @@ def test_nan_of_any_payload_stays_nan_in_bfloat16() -> None:
 def test_lists_that_a_port_does_not_hold_are_refused(type: str, raw: Any) -> None:
     with pytest.raises(InputError, match="does not hold exactly"):
         to_value(PortType.parse(type), raw)
+
+
+def test_numpy_scalars_are_numbers_without_a_dtype() -> None:
+    assert to_value(PortType.parse("float32[]"), np.float64(0.1)) == np.float32(0.1)
+    assert to_value(PortType.parse("int8[]"), np.int64(5)).dtype == np.int8
+    for type, raw in (("int8[]", np.int64(200)), ("float16[]", np.float64(70_000)), ("int64[]", np.uint64(2**64 - 1))):
+        with pytest.raises(InputError, match="does not hold exactly"):
+            to_value(PortType.parse(type), raw)
+
+
+def test_detections_keep_their_classes_or_are_refused() -> None:
+    for boxes, classes in ((np.ones((1, 4)), np.array([2**40])), (np.full((1, 4), 1e300), np.array([1]))):
+        with pytest.raises(StepError, match="found: found detections with numbers that"):
+            pack(Detections(boxes, np.ones(1), classes, ("a",)), PortType("detections"), "found")
+    right = pack(Detections(np.ones((1, 4)), np.ones(1), np.array([0]), ("a",)), PortType("detections"), "found")
+    assert live(right, {}).classes.dtype == np.int32
 
 
 def test_lists_become_bfloat16_by_value() -> None:
