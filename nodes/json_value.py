@@ -23,6 +23,8 @@ import dataclasses
 import datetime
 import decimal
 import json
+import math
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -81,6 +83,25 @@ def encode_json(value: Any) -> bytes:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise _unencodable(value) or NotJson(f"not JSON ({error})") from None
+
+
+def read_json(text: str | bytes) -> Any:
+    """Parse JSON; NaN, Infinity and -Infinity are accepted as by Python's json module.
+
+    NotJson: a number that no double holds, which that module makes infinite. ValueError, RecursionError: no JSON.
+    """
+    may_overflow = _LARGE.search(text.encode("utf-8", "replace") if isinstance(text, str) else text)
+    return json.loads(text, parse_float=_double if may_overflow else None)
+
+
+_LARGE = re.compile(rb"[eE]\+?\d{3}|\d{309}")
+
+
+def _double(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise NotJson("a number that no double holds", "write it as text")
+    return number
 
 
 def json_text(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:

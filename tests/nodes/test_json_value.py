@@ -1,6 +1,7 @@
 """Values that functions and callers commonly hold become JSON; what cannot is named by its path."""
 
 import datetime
+import json
 import math
 import uuid
 from collections import Counter, OrderedDict, deque, namedtuple
@@ -20,7 +21,7 @@ import torch
 from weftline.engine.protocol.values import pack, unpack
 from weftline.errors import InputError, StepError
 from weftline.nodes.detections import Detections
-from weftline.nodes.json_value import ARRAY_ITEMS_MAX, DEPTH_MAX, NotJson, encode_json, to_json
+from weftline.nodes.json_value import ARRAY_ITEMS_MAX, DEPTH_MAX, NotJson, encode_json, json_text, read_json, to_json
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import is_json
@@ -117,6 +118,22 @@ def test_only_what_must_change_is_copied() -> None:
     kept = {"a": [1, 2]}
     made = to_json([kept, np.int8(1)])
     assert made == [kept, 1] and made[0] is kept and not is_json([kept, np.int8(1)])
+
+
+def test_a_number_that_overflows_a_double_is_refused() -> None:
+    assert read_json('[1e308, "1e400", NaN, 1e-400]')[:2] == [1e308, "1e400"]
+    for text in ("1e400", b'{"a": -1.5E+999}', "9" * 310 + ".0"):
+        with pytest.raises(NotJson, match="no double"):
+            read_json(text)
+    with pytest.raises(NotJson, match="float64 does not hold"):
+        to_json(np.array([np.finfo(np.longdouble).max]))
+
+
+def test_json_text_has_nan_beside_null_and_other_types() -> None:
+    value = {"a": [None, float("nan"), -math.inf], 1: datetime.date(2026, 1, 2), "n": 1 << 70}
+    assert json_text(value) == b'{"a":[null,NaN,-Infinity],"1":"2026-01-02","n":1180591620717411303424}'
+    assert json_text([1.5, "ü"]) == '[1.5,"ü"]'.encode()
+    assert json.loads(json_text({"x": np.float32("inf")}, lambda one: one.item())) == {"x": math.inf}
 
 
 def test_nan_is_passed_on() -> None:

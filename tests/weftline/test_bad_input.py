@@ -82,6 +82,13 @@ def test_wrong_inputs_are_named_before_anything_starts(weft, write, inputs: list
         ("float32[3]", "[1, 2]", "input x: wants float32[3], got"),
         ("float32[3]", '"abc"', "input x: wants float32[3], got"),
         ("int8[1]", "[1000]", "int8 does not hold exactly"),
+        ("int64[]", "18446744073709551615", "int64 does not hold exactly"),
+        ("float16[]", "70000", "float16 does not hold exactly"),
+        ("float32[1]", "[16777217]", "float32 does not hold exactly"),
+        ("int32[1]", "[1.5]", "int32 does not hold exactly"),
+        ("json", "[1, 1e400]", "a number that no double holds"),
+        ("float64[1]", "[1e400]", "a number that no double holds"),
+        ("detections", '[{"name": "a", "score": 1, "box": [0, 0, 1e300, 1]}]', "float32 does not hold exactly"),
         ("detections", "[{}]", 'wants detections, as json: [{"name": "cup"'),
     ],
 )

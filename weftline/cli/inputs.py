@@ -15,6 +15,8 @@ import numpy as np
 from weftline.engine.inputs import media_limits
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
+from weftline.nodes.exact_numbers import numbers
+from weftline.nodes.json_value import NotJson, read_json
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
@@ -93,7 +95,9 @@ def _converted(type: PortType, raw: Any, limits: MediaLimits) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
+    except NotJson as error:
+        raise InputError(error.at("")) from None
     except json.JSONDecodeError as error:
         fix = "quote a text twice: once for json, once for the shell"
         raise InputError(f"not valid json at character {error.pos + 1}: {error.msg}\n    fix: {fix}") from None
@@ -105,9 +109,11 @@ def to_detections(value: Any) -> Detections:
     """Return detections from a list of {"name", "score", "box"}, as `--json` prints them."""
     try:
         names = tuple(dict.fromkeys(str(one["name"]) for one in value))
-        boxes = np.array([one["box"] for one in value], np.float32).reshape(len(value), 4)
-        scores = np.array([one["score"] for one in value], np.float32).reshape(len(value))
+        boxes = numbers([one["box"] for one in value], "float32").reshape(len(value), 4)
+        scores = numbers([one["score"] for one in value], "float32").reshape(len(value))
         classes = np.array([names.index(str(one["name"])) for one in value], np.int32)
+    except InputError as error:
+        raise InputError(f"wants detections, got {error}") from None
     except (TypeError, KeyError, ValueError, IndexError):
         expected = '[{"name": "cup", "score": 0.9, "box": [x1, y1, x2, y2]}, ...]'
         raise InputError(f"wants detections, as json: {expected}") from None

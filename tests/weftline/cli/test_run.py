@@ -136,6 +136,11 @@ def test_json_is_one_object_with_outputs_by_name(weft, write) -> None:
 
 
 @pytest.mark.slow
+def test_numbers_that_json_lacks_are_read_and_printed(weft, write) -> None:
+    ended = weft("run", write(CHAIN), "-i", "x=a", "-i", 'n={"a": [NaN, -Infinity, 1e300]}', "--json", "--quiet")
+    assert (ended.code, ended.out) == (0, '{"y": "a", "m": {"a": [NaN, -Infinity, 1e+300]}}\n')
+
+
 def test_only_the_wanted_output_is_computed(weft, write) -> None:
     ended = weft("run", write(CHAIN), "-i", "x=hello", "-i", "n=1", "--output", "m")
     assert ended.out.startswith("m: 1\n")
