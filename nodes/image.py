@@ -314,7 +314,7 @@ def _from_lab(image: Image.Image) -> Image.Image:
     from PIL import ImageCms
 
     profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-    return ImageCms.applyTransform(image, ImageCms.buildTransform(*profiles, "LAB", "RGB"))
+    return ImageCms.buildTransform(*profiles, "LAB", "RGB").apply(image)
 
 
 def from_array(image: Any, pixels_max: int | None = None) -> np.ndarray:
