@@ -34,7 +34,7 @@ def converted(array: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray | N
     The mask is None if there are none. bfloat16 is returned as its bits, uint16. Converting to float8 is an InputError.
     """
     if array.dtype.kind not in "biufc":
-        raise InputError(f"found {array.dtype} values, expected numbers")
+        raise InputError(f"{array.dtype}, which are no numbers")
     if dtype == "bfloat16":
         held, wrong = _to_floats(array, "float32")
         return _checked_bfloat16(array, held, wrong)

@@ -17,6 +17,7 @@ from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_number, is_text, storage
 from weftline.engine.jobs.sources.cells import MIXED, cell_kind
 from weftline.engine.jobs.sources.reader import MEANS
+from weftline.errors import InputError
 from weftline.nodes import exact_numbers
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import describe, fits
@@ -190,7 +191,8 @@ def _number_lists(array: pa.Array, port: PortType) -> list[Any]:
     """Return rows that are lists of numbers of any length."""
     numbers, lengths = array.flatten(), np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
     holes = np.asarray(numbers.is_null()) if numbers.null_count else None
-    values = _numpy(numbers.fill_null(0) if holes is not None else numbers)
+    filled = False if pa.types.is_boolean(numbers.type) else 0
+    values = _numpy(numbers.fill_null(filled) if holes is not None else numbers)
     held, wrong = _converted(values, port)
     ends = np.cumsum(lengths)
     found: list[Any] = []
@@ -254,9 +256,14 @@ def _npy(data: bytes | None, port: PortType) -> Any:
 
 
 def _checked(found: Any, port: PortType) -> Any:
-    held, wrong = _converted(found, port)
     if port.dims is not None and not fits(port.dims, found.shape):
         return _unfit(port, describe(found))
+    if found.dtype.name == STAND_INS.get(port.dtype or ""):
+        return found  # the bits of a dtype that NumPy lacks
+    try:
+        held, wrong = _converted(found, port)
+    except InputError as error:
+        return _unfit(port, str(error))
     return _inexact(port) if wrong is not None else held
 
 

@@ -8,6 +8,7 @@ object larger than they are, so a message of nothing but lengths would grow in m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any
@@ -153,7 +154,9 @@ def _detections(value: Any, type: str) -> Detections:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 3.4e38
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < 3.4e38 or not math.isfinite(value)
 
 
 _KINDS: dict[str, Callable[[Element, str], Any]] = {

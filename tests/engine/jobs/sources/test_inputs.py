@@ -287,6 +287,32 @@ def test_tensors_come_from_a_jobs_own_results() -> None:
     assert same(values([{"shape": [1], "data": [1.5]}], "int64[A]"), wrong)
 
 
+def test_npy_of_another_dtype_is_exact_or_refused() -> None:
+    def npy(array: np.ndarray) -> bytes:
+        out = io.BytesIO()
+        np.save(out, array)
+        return out.getvalue()
+
+    column = [
+        npy(np.array([1.0, 2.0])),
+        npy(np.array([1.5])),
+        npy(np.array([2**64 - 1], np.uint64)),
+        npy(np.array(["a"])),
+    ]
+    found = values(column, "int64[N]")
+    assert same(found[:1], [np.array([1, 2])]) and all(isinstance(one, Unusable) for one in found[1:])
+    bits = np.array([0x3F80], np.uint16)
+    assert same(values([npy(bits)], "bfloat16[N]"), [bits]), "the bits, as `run` reads such a file"
+    assert isinstance(values([npy(np.array([1.0]))], "float8_e5m2[N]")[0], Unusable)
+
+
+def test_holes_in_booleans_and_halves_spoil_their_rows_alone() -> None:
+    hole = Unusable("wants float32[N], got a list with null in it")
+    assert same(values([[True, None], [True]], "float32[N]"), [hole, np.float32([1])])
+    halves = pa.array([[np.float16(0.5), None], [np.float16(1)]], pa.list_(pa.float16()))
+    assert same(values(halves, "float32[N]"), [hole, np.float32([1])])
+
+
 def test_rows_of_one_size_share_memory() -> None:
     found = values(pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)), "int32[2]")
     assert found[0].base is not None

@@ -27,6 +27,11 @@ def test_what_is_no_text_is_refused(element: bytes | str) -> None:
         text_of(element)
 
 
+def test_detections_may_have_numbers_that_json_lacks() -> None:
+    found = value_of("detections", b'[{"name":"a","score":NaN,"box":[0,-Infinity,Infinity,1]}]', "detections")
+    assert np.isnan(found.scores[0]) and found.boxes.tolist() == [[0.0, -np.inf, np.inf, 1.0]]
+
+
 def test_detections_come_back_as_they_went_out() -> None:
     sent = b'[{"name":"star","score":0.5,"box":[1,2,3,4.5]},{"name":"dot","score":1,"box":[0,0,1,1]}]'
     found = value_of("detections", sent, "detections")
