@@ -1,7 +1,7 @@
 """Option `precision`: autocast and TF32 for torch networks with float32 weights.
 
-    float32    every product in float32; the default
-    tf32       matrix products on a GPU with the 10-bit mantissa of TensorFloat-32; no effect on the CPU
+    float32    every product and convolution in float32; the default
+    tf32       those on a GPU with the 10-bit mantissa of TensorFloat-32; no effect on the CPU
     bfloat16   torch's autocast: matrix products and attention in bfloat16, sums such as softmax and norms in float32
     float16    the same in float16, whose range is smaller: values beyond 65 504 become infinite
 
@@ -60,24 +60,41 @@ def round_weights(network: Any, precision: str) -> None:
             module.to(getattr(torch, precision))
 
 
+def compute_in_float32(torch: Any) -> None:
+    """Turn off TF32 in cuDNN's convolutions and recurrent layers, where torch allows it by default.
+
+    A worker on a GPU calls this once, before its nodes compute; code of users may set it again.
+    """
+    for owner, name in _tf32_settings(torch)[1:]:
+        setattr(owner, name, "ieee" if name == "fp32_precision" else False)
+
+
+def _tf32_settings(torch: Any) -> list[tuple[Any, str]]:
+    """Return torch's settings of TF32, that of matrix products first; torch before 2.9 has the older names."""
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(products, "fp32_precision"):
+        return [(owner, "fp32_precision") for owner in (products, cudnn.conv, cudnn.rnn)]
+    return [(products, "allow_tf32"), (cudnn, "allow_tf32")]
+
+
 class _Tf32:
-    """The process's setting for matrix products: allowed while any thread is inside, then as it was before."""
+    """The process's settings of TF32: allowed while any thread is inside, then as they were before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._before: Any = None
+        self._before: list[Any] = []
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
         import torch
 
-        products: Any = torch.backends.cuda.matmul
-        name, value = ("fp32_precision", "tf32") if hasattr(products, "fp32_precision") else ("allow_tf32", True)
+        settings = _tf32_settings(torch)
         with self._lock:
             if not self._inside:
-                self._before = getattr(products, name)
-                setattr(products, name, value)
+                self._before = [getattr(owner, name) for owner, name in settings]
+                for owner, name in settings:
+                    setattr(owner, name, "tf32" if name == "fp32_precision" else True)
             self._inside += 1
         try:
             yield
@@ -85,7 +102,8 @@ class _Tf32:
             with self._lock:
                 self._inside -= 1
                 if not self._inside:
-                    setattr(products, name, self._before)
+                    for (owner, name), value in zip(settings, self._before, strict=True):
+                        setattr(owner, name, value)
 
 
 _TF32 = _Tf32()

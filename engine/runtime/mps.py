@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def prepare(wanted: bool) -> dict[str, str]:
     running = runs(pipes)
     if message := warning(wanted, running):
         _log.warning(message)
-    return for_workers(wanted, pipes, running)
+    return for_workers(wanted, pipes, running, bool(os.environ.get(PIPE_DIRECTORY)))
 
 
 def directory(environment: Mapping[str, str]) -> Path:
@@ -48,17 +49,38 @@ def directory(environment: Mapping[str, str]) -> Path:
 
 
 def runs(pipes: Path, processes: Path = Path("/proc")) -> bool:
-    """Return whether the control daemon runs: its pipe and the process of its pid file exist."""
+    """Return whether the control daemon runs: its pipe exists, and its pid file names no process that has ended.
+
+    In another container the daemon's process is not to be seen; then a reader of its pipe answers for it.
+    """
+    control = pipes / "control"
     try:
         pid = (pipes / "nvidia-cuda-mps-control.pid").read_text().strip()
     except (OSError, ValueError):
+        pid = ""
+    if pid.isdigit() and (processes / pid).exists():
+        return control.exists()
+    return _is_read(control)
+
+
+def _is_read(pipe: Path) -> bool:
+    """Return whether a process has a named pipe open for reading; opening it for writing fails otherwise."""
+    try:
+        if not stat.S_ISFIFO(pipe.stat().st_mode):
+            return False
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
         return False
-    return pid.isdigit() and (processes / pid).exists() and (pipes / "control").exists()
+    return True
 
 
-def for_workers(wanted: bool, pipes: Path, running: bool) -> dict[str, str]:
-    """Return the environment variables of workers on GPUs."""
-    return {PIPE_DIRECTORY: str(pipes) if wanted and running else NOWHERE}
+def for_workers(wanted: bool, pipes: Path, running: bool, named: bool = False) -> dict[str, str]:
+    """Return the environment variables of workers on GPUs.
+
+    named: the environment names the directory, as where a device plugin runs the daemon: processes beside it are
+    refused by a card in mode EXCLUSIVE_PROCESS, so that workers get it whether or not the pipeline asks for it.
+    """
+    return {PIPE_DIRECTORY: str(pipes) if running and (wanted or named) else NOWHERE}
 
 
 def warning(wanted: bool, running: bool) -> str:

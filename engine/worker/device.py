@@ -43,6 +43,7 @@ from weftline.engine.protocol.messages import (
 )
 from weftline.engine.worker.threads import EngineLock, call_unlocked
 from weftline.errors import LimitReached, MissingPackage, StepError
+from weftline.nodes.precision import compute_in_float32
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Place, align_up
 from weftline.shm.device.arena import DeviceArena, probe
@@ -230,6 +231,8 @@ class WorkerDevice:
             if (torch := _torch()) is not None:
                 torch.cuda.synchronize(index_of(self.name))  # this call imported it, and used its default stream
             return
+        if not self._contexts:
+            compute_in_float32(torch)
         if stream not in self._contexts:
             self._contexts[stream] = torch.cuda.ExternalStream(stream, device=index_of(self.name))
         with torch.cuda.stream(self._contexts[stream]):

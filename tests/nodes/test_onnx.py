@@ -357,6 +357,8 @@ def test_providers_follow_the_device(tmp_path: Path) -> None:
     assert found[0][1]["trt_engine_cache_path"] == str(tmp_path / "engines") and found[1][1]["device_id"] == 1
     assert [name for name, _ in providers(everything, "cuda", tmp_path, False)] == everything[1:]
     assert all("user_compute_stream" not in options for _, options in found)
+    cuda = dict(found)["CUDAExecutionProvider"]
+    assert (cuda["use_tf32"], cuda["cudnn_conv_algo_search"]) == ("0", "HEURISTIC")
     session = providers(everything, "cuda:1", tmp_path, True, stream=4711)
     assert [options.get("user_compute_stream") for _, options in session] == ["4711", "4711", None]
     assert [name for name, _ in providers(everything, "fake:0", tmp_path, True)] == ["CPUExecutionProvider"]

@@ -3,6 +3,7 @@
 import copy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.nodes.test_whisper import DIMS, tone
 from weftline.nodes.classify import Classify, ClassifyConfig
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, StepContext
 from weftline.nodes.embed import Embed, EmbedConfig
-from weftline.nodes.precision import computing_in, round_weights
+from weftline.nodes.precision import compute_in_float32, computing_in, round_weights
 from weftline.nodes.whisper import Whisper, WhisperConfig
 
 TEXTS = ["good day", "bad key day key", "key", "bad bad bad day good"]
@@ -119,6 +120,26 @@ def test_tf32_is_allowed_in_calls_only_until_the_last_thread_ends() -> None:
     assert products.fp32_precision == before
     with computing_in("tf32", "cpu"):
         assert products.fp32_precision == before
+
+
+def test_convolutions_compute_in_float32_unless_tf32_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
+    before = [part.fp32_precision for part in parts]
+    try:
+        compute_in_float32(torch)
+        assert [part.fp32_precision for part in parts] == ["ieee", "ieee"]
+        with computing_in("tf32", "cuda:0"):
+            assert [part.fp32_precision for part in parts] == ["tf32", "tf32"]
+        assert [part.fp32_precision for part in parts] == ["ieee", "ieee"]
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.fp32_precision = value
+
+
+def test_settings_of_older_torch_are_known() -> None:
+    cudnn, matmul = SimpleNamespace(allow_tf32=True), SimpleNamespace(allow_tf32=False)
+    compute_in_float32(SimpleNamespace(backends=SimpleNamespace(cudnn=cudnn, cuda=SimpleNamespace(matmul=matmul))))
+    assert (cudnn.allow_tf32, matmul.allow_tf32) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,22 @@ def test_what_a_dead_daemon_left_behind_is_no_daemon(tmp_path: Path) -> None:
     assert not mps.runs(tmp_path)
 
 
+def test_a_daemon_of_another_container_runs_while_its_pipe_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "control")  # its pid file is not there, or names a process of the other container
+    assert not mps.runs(tmp_path)
+    reader = os.open(tmp_path / "control", os.O_RDONLY | os.O_NONBLOCK)
+    assert mps.runs(tmp_path)
+    os.close(reader)
+    assert not mps.runs(tmp_path)
+
+
+def test_a_directory_that_the_environment_names_is_left_to_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(mps.PIPE_DIRECTORY, str(daemon(tmp_path, os.getpid())))
+    assert mps.prepare(False) == {mps.PIPE_DIRECTORY: str(tmp_path)}
+
+
 def test_workers_find_it_only_where_it_was_asked_for_and_runs(tmp_path: Path) -> None:
     assert mps.for_workers(True, tmp_path, True) == {mps.PIPE_DIRECTORY: str(tmp_path)}
     for wanted, running in ((False, True), (True, False), (False, False)):
@@ -48,6 +64,7 @@ def test_its_directory_is_the_environments_or_the_usual_one() -> None:
 def test_workers_on_a_gpu_do_not_use_a_service_that_was_not_configured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(mps.PIPE_DIRECTORY, str(daemon(tmp_path, os.getpid())))
+    monkeypatch.delenv(mps.PIPE_DIRECTORY, raising=False)
+    monkeypatch.setattr(mps, "DEFAULT_DIRECTORY", str(daemon(tmp_path, os.getpid())))
     assert mps.prepare(False) == {mps.PIPE_DIRECTORY: mps.NOWHERE} and not caplog.messages
     assert mps.prepare(True) == {mps.PIPE_DIRECTORY: str(tmp_path)} and caplog.messages == [mps.USED]
