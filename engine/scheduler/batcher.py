@@ -5,7 +5,8 @@ no thread and no tensor: time is an argument and the decision a return value.
 
 A batch closes when it is full; when its oldest item has waited for `wait_ms`; when longer waiting would miss a
 deadline; or, under `wait: auto`, when waiting for one more item does not lower the total latency. Items leave in the
-order of their latest start time, shifted by priority. The key of an item never changes and later items get larger keys,
+order of their latest start time, shifted by priority. An item may also expire, by the timeout of its step, whatever the
+order. The key of an item never changes and later items get larger keys,
 so no item starves. The order itself is kept by PriorityQueue.
 
 Items share a call only within one group: under `shapes: same`, the dtypes and shapes of all inputs are equal. Sizes
@@ -67,8 +68,11 @@ class Batcher:
     waiting: the queued items; read-only for callers.
     """
 
-    def __init__(self, policy: BatchPolicy, latency: Latency | None = None) -> None:
+    def __init__(self, policy: BatchPolicy, latency: Latency | None = None, timeout_ms: float = math.inf) -> None:
+        """timeout_ms: of the step; its items expire."""
         self.policy = policy
+        self._timeout_ms = timeout_ms
+        self._expires = timeout_ms < math.inf
         self._latency = latency if latency is not None else Latency()
         self._by_deadline = policy.order == "deadline"
         self._auto = policy.wait == "auto"
@@ -98,6 +102,11 @@ class Batcher:
     def __len__(self) -> int:
         return len(self.waiting)
 
+    @property
+    def now_ms(self) -> float:
+        """The time of the last event."""
+        return self._now_ms
+
     def add(
         self,
         item: int,
@@ -106,12 +115,14 @@ class Batcher:
         group: Hashable = None,
         priority: int = 0,
         due_ms: float = math.inf,
+        expires_ms: float = math.inf,
         arrived_ms: float | None = None,
     ) -> None:
         """Queue an item.
 
         group:      only items of one group share a batch.
         due_ms:     when the step must have finished it for the request to meet its deadline.
+        expires_ms: when the timeout of the step ends for it.
         arrived_ms: time of the first arrival, for an item that is queued again.
         """
         if item in self.waiting:
@@ -120,8 +131,9 @@ class Batcher:
             arrived_ms = now_ms
         key = arrived_ms + PATIENCE_MS
         if not self._by_deadline:
-            due_ms = math.inf
+            due_ms = expires_ms
         else:
+            due_ms = min(due_ms, expires_ms)
             if due_ms < math.inf:
                 key = min(key, due_ms - self._latency.run_ms(1))
             if priority:
@@ -168,7 +180,7 @@ class Batcher:
         return taken
 
     def late(self, now_ms: float) -> list[int]:
-        """Pop the items that would miss their deadline even if they ran now, earliest deadline first.
+        """Pop the items that would miss their deadline, or expire, even if they ran now, earliest first.
 
         The expected run time is that of a full batch while more items are queued than one batch holds, else that of
         half the queued items: one urgent item never makes a batch smaller than that. Without recent measurements no
@@ -176,7 +188,7 @@ class Batcher:
         """
         self._now_ms = now_ms
         gone: list[int] = []
-        if not self._by_deadline or not self.waiting or not self._latency.fresh(now_ms):
+        if not (self._by_deadline or self._expires) or not self.waiting or not self._latency.fresh(now_ms):
             return gone
         for line in list(self._lines.values()):
             while (entry := line.due_first()) is not None and now_ms > entry.due_ms - self._least_ms():
@@ -189,7 +201,7 @@ class Batcher:
         if not self.waiting:
             return None
         soonest = min(self._leaves_ms(line) for line in self._lines.values())
-        if self._by_deadline and self._latency.fresh(self._now_ms):
+        if (self._by_deadline or self._expires) and self._latency.fresh(self._now_ms):
             due = min(line.due_ms() for line in self._lines.values())
             soonest = min(soonest, math.nextafter(due - self._least_ms(), math.inf))
         return soonest
@@ -221,7 +233,11 @@ class Batcher:
         if self._sizes and count < self._goal:
             fitting = bisect_right(self._sizes, count)
             count = self._sizes[fitting - 1] if fitting else count
-        if 1 < line.size <= self._items_max and self._by_deadline:
+        if self._expires and count > 1 and self._latency.fresh(now_ms):
+            left_ms = line.due_ms() - now_ms
+            if left_ms < self.needs_ms(count):
+                return max(1, bisect_right(range(1, count), left_ms, key=self.needs_ms))
+        elif 1 < line.size <= self._items_max and self._by_deadline:
             first = line.first()
             left_ms = first.due_ms - now_ms if first is not None else math.inf
             if self._latency.run_ms(1) <= left_ms < self._latency.run_ms(count):
@@ -243,7 +259,8 @@ class Batcher:
         soonest = oldest + self._wait_ms
         due = line.due_ms()
         if due < math.inf:
-            soonest = min(soonest, due - self._latency.run_ms(line.size + 1) - SLACK_MARGIN_MS)
+            run_ms = self.needs_ms if self._expires else self._latency.run_ms
+            soonest = min(soonest, due - run_ms(line.size + 1) - SLACK_MARGIN_MS)
         if self._auto:
             soonest = min(soonest, self._pays_until_ms(line.size))
         return max(soonest, oldest)
@@ -264,9 +281,25 @@ class Batcher:
             self._gap_ms = gap if math.isnan(self._gap_ms) else self._gap_ms + SHARE * (gap - self._gap_ms)
         self._last_ms = now_ms
 
+    def needs_ms(self, items: int) -> float:
+        """Return the time that a call with `items` needs, by which items of a step with a timeout expire early.
+
+        A time that few calls exceed, so that under load the item that is selected next, which is the oldest one, is
+        not always the one that just misses. Where the timeout is shorter than that, the time of the shortest calls:
+        nothing is held back that has a chance, unless a newer item with a better one can run instead.
+        """
+        if len(self.waiting) > self._items_max or self._latency.likely_ms(1) <= self._timeout_ms:
+            return self._latency.likely_ms(items)
+        return self._latency.shortest_ms(items)
+
     def _least_ms(self) -> float:
         waiting = len(self.waiting)
-        return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
+        if not self._expires:
+            return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
+        if waiting <= self._items_max:
+            return self.needs_ms((waiting + 1) // 2)
+        fitting = bisect_right(range(1, self._items_max + 1), self._timeout_ms, key=self._latency.likely_ms)
+        return self.needs_ms(max(1, fitting))
 
     def _changed(self, line: PriorityQueue) -> None:
         line.leave_ms = None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from weftline.engine.protocol import messages as msg
-from weftline.engine.scheduler import allocations, host_copies, request_table, streams
+from weftline.engine.scheduler import allocations, estimates, host_copies, request_table, streams, task_table
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import Request, Task
 from weftline.engine.scheduler.routes import Unit
@@ -75,10 +75,13 @@ def _dispatch_queue(state: SchedulerState, queue: StepQueue) -> None:
             _send_batch(state, worker_id, queue, queue.suspects.popleft(), suspect=True)
         batcher = queue.queue(worker_id)
         while batcher.waiting and can_take_batch(state, worker, queue):
-            for late in batcher.late(state.now_ms):
+            starts_ms = state.now_ms
+            if queue.expires and worker.running:  # it starts when the worker has run that
+                starts_ms += estimates.left_ms(state, worker, queue)
+            for late in batcher.late(starts_ms):
                 if late in state.live:
                     _expire_late(state, state.live[late], queue)
-            taken = batcher.take(state.now_ms, queue.batches_a_message())
+            taken = batcher.take(starts_ms, queue.batches_a_message())
             if not taken:
                 wake = batcher.wake_at_ms()
                 if wake is not None:
@@ -102,6 +105,11 @@ def _serve_jobs(state: SchedulerState, queue: StepQueue) -> None:
                 if items_max <= 0:
                     break
             tasks = queue.job.take(items_max)
+            if queue.expires:
+                tasks, expired = queue.split_expired(tasks, state.now_ms)
+                for task in expired:
+                    if task.id in state.live:
+                        task_table.time_out(state, task)
             if tasks:
                 _assign(state, worker_id, queue, tasks, queue.job_workers)
 
@@ -184,7 +192,11 @@ def _is_free(state: SchedulerState, worker_id: int, queue: StepQueue) -> bool:
 
 
 def _expire_late(state: SchedulerState, task: Task, queue: StepQueue) -> None:
-    """Fail a request whose task cannot meet its deadline any more, before it reaches a model."""
+    """Fail a request whose task cannot meet its deadline any more, or a task that would expire, before it reaches a
+    model."""
+    if task.expires_ms < task.due_ms:
+        task_table.time_out(state, task)
+        return
     state.counters.late += 1
     request = task.request
     by_ms = state.now_ms + queue.latency.run_ms(1) - task.due_ms
@@ -231,8 +243,8 @@ def _send_batch(
         task.worker, task.started_ms, request = worker_id, now_ms, task.request
         firsts += task.attempts == 1
         usual = request.deadline_ms is None and request.sequence is None and not request.priority
-        usual = usual and request.seed is None and not request.caller
-        items.append(msg.Item(task.id, task.inputs, None if usual else _metadata(state, request, queue, task.element)))
+        usual = usual and request.seed is None and not request.caller and not queue.expires
+        items.append(msg.Item(task.id, task.inputs, None if usual else _metadata(state, task, queue)))
     state.recovery.budget.first(firsts)
     if queue.streams:
         if not worker.streams:
@@ -272,9 +284,11 @@ def _has_device_outputs(state: SchedulerState, unit: Unit) -> bool:
     return any(state.queues[step].sizes.device_ports for step in unit.steps)
 
 
-def _metadata(state: SchedulerState, request: Request, queue: StepQueue, element: int) -> msg.ItemMetadata:
+def _metadata(state: SchedulerState, task: Task, queue: StepQueue) -> msg.ItemMetadata:
+    request, element = task.request, task.element
     part = request.sequence
-    left_ms = None if request.deadline_ms is None else request.deadline_ms - state.now_ms
+    by_ms = min(math.inf if request.deadline_ms is None else request.deadline_ms, task.expires_ms)
+    left_ms = None if by_ms == math.inf else by_ms - state.now_ms
     if part is None:
         if request.seed is None:
             return msg.ItemMetadata(request.priority, left_ms, caller=request.caller)

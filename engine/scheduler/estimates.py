@@ -51,7 +51,7 @@ def _compute(state: SchedulerState, route: Route, now_ms: float) -> tuple[list[f
     units = route.units
     run, wait = [0.0] * len(units), [0.0] * len(units)
     queues = {unit.step: state.queues[unit.step] for unit in units if not unit.control}
-    busy = {step: _busy_ms(state, queue, now_ms) for step, queue in queues.items()}
+    busy = {step: busy_ms(state, queue) for step, queue in queues.items()}
     idle = not any(queue.waiting or busy[step] for step, queue in queues.items())
     for place, unit in enumerate(units):
         if unit.control:
@@ -60,7 +60,7 @@ def _compute(state: SchedulerState, route: Route, now_ms: float) -> tuple[list[f
         if not queue.latency.fresh(now_ms):
             continue
         if queue.streams:
-            run[place] = queue.least_ms
+            run[place] = queue.latency.run_ms(1)
             continue
         run[place] = queue.latency.run_ms(1 if idle else _size(state, queue, now_ms))
         full = queue.waiting // (queue.items_max * max(1, len(queue.workers)))
@@ -85,12 +85,14 @@ def _size(state: SchedulerState, queue: StepQueue, now_ms: float) -> int:
     return min(round(size), queue.items_max)
 
 
-def _busy_ms(state: SchedulerState, queue: StepQueue, now_ms: float) -> float:
+def busy_ms(state: SchedulerState, queue: StepQueue) -> float:
     """Return the expected time until a worker of the step has finished its dispatches."""
-    return min((_left_ms(state, state.workers[worker_id], queue, now_ms) for worker_id in queue.workers), default=0.0)
+    return min((left_ms(state, state.workers[worker_id], queue) for worker_id in queue.workers), default=0.0)
 
 
-def _left_ms(state: SchedulerState, worker: WorkerState, queue: StepQueue, now_ms: float) -> float:
+def left_ms(state: SchedulerState, worker: WorkerState, queue: StepQueue) -> float:
+    """Return the expected time until a worker of the step has finished its dispatches in the step's thread."""
+    now_ms = state.now_ms
     left, running = 0.0, worker.on_thread(queue.index)
     for dispatch in running:
         run_ms = state.queues[dispatch.unit.step].latency.run_ms(len(dispatch.tasks))

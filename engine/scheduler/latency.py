@@ -2,7 +2,9 @@
 
 The model keeps a moving average for each batch size seen; neighbouring sizes share one. Between sizes it interpolates,
 and beyond them it extrapolates along the non-negative line `fixed_ms + item_ms * items` of best fit. A single outlier
-barely changes it; a lasting change is followed within about ten calls. Times are in milliseconds and are arguments.
+barely changes it; a lasting change is followed within about ten calls. After FRESH_MS without a call all averages are
+only seeds, which the next calls replace: what a step took before may no longer be true. Times are in milliseconds and
+are arguments.
 """
 
 from __future__ import annotations
@@ -29,6 +31,15 @@ CLIP = 4.0
 FADE_CALLS = 4.0
 """Calls of other sizes after which the average of a size counts half when averages contradict each other."""
 
+SPREAD_SHARE = 0.2
+"""Weight of a new call in the spread."""
+
+SHORT_SHARE = 0.05
+"""Weight of a longer call in the ratio of the shortest ones, so that an old minimum decays slowly."""
+
+SPREADS = 3.0
+"""A likely time is this many mean deviations above the mean: about one call in a hundred takes longer."""
+
 SEED_WEIGHT = 1e-6
 """Weight of a seed: any measurement outweighs it."""
 
@@ -44,16 +55,44 @@ class _Seen:
     slow: bool = False
 
 
+@dataclass(slots=True)
+class Spread:
+    """How far calls are from their expected time: moving averages of actual over expected time.
+
+    shortest: a minimum that decays slowly.
+    mean, deviation: of the ratio; a call counts as at most ALONE_MAX times the mean.
+    """
+
+    shortest: float = 1.0
+    mean: float = 1.0
+    deviation: float = 0.0
+
+    def learn(self, ratio: float) -> None:
+        """Add one call."""
+        self.shortest = min(ratio, self.shortest + SHORT_SHARE * (ratio - self.shortest))
+        off = min(ratio, ALONE_MAX * self.mean) - self.mean
+        self.mean += SPREAD_SHARE * off
+        self.deviation += SPREAD_SHARE * (abs(off) - self.deviation)
+
+    @property
+    def likely(self) -> float:
+        """The ratio that few calls exceed."""
+        return self.mean + SPREADS * self.deviation
+
+
 class Latency:
     """The learned run time of one step. The cost of a query does not grow with the calls seen.
 
     recent_ms: moving average of the calls seen, at the sizes they had; 0.0 is unknown.
     samples:   number of calls measured, without seeds.
+    spread:    how far calls are from their expected time; learned by `learn_spread` only.
     """
 
     def __init__(self) -> None:
         self.recent_ms = 0.0
         self.samples = 0
+        self.spread = Spread()
+        self._lately = 0  # calls since the last one that came after FRESH_MS without any
         self._learned_at_ms = -math.inf
         self._seen: dict[int, _Seen] = {}
         self._sizes: list[float] = []
@@ -66,6 +105,8 @@ class Latency:
         """Add one measured call: its number of items and its duration."""
         if items < 1 or not 0.0 <= run_ms < math.inf:
             return
+        if now_ms - self._learned_at_ms > FRESH_MS:
+            self._expire()
         bucket = _bucket(items)
         seen = self._seen.get(bucket)
         if seen is None or not seen.calls:
@@ -79,11 +120,21 @@ class Latency:
             seen.items += SHARE * (items - seen.items)
             seen.run_ms += SHARE * (taken - seen.run_ms)
         self.samples += 1
+        self._lately += 1
         seen.calls += 1
         seen.last = self.samples
-        self.recent_ms = self.recent_ms + SHARE * (taken - self.recent_ms) if self.samples > 1 else taken
+        self.recent_ms = self.recent_ms + SHARE * (taken - self.recent_ms) if self._lately > 1 else taken
         self._learned_at_ms = now_ms
         self._fitted = False
+
+    def learn_spread(self, items: int, took_ms: float, now_ms: float) -> None:
+        """Compare a call with what is expected of it. Call it before `learn`.
+
+        took_ms: from when it was sent to when its result was back.
+        """
+        expected = self.run_ms(items) if self.fresh(now_ms) else 0.0
+        if expected and took_ms > 0.0:
+            self.spread.learn(took_ms / expected)
 
     def seed(self, items: int, run_ms: float) -> None:
         """Add an estimate, such as a warm-up's; measurements replace it, and it is never fresh."""
@@ -103,7 +154,15 @@ class Latency:
 
     def fresh(self, now_ms: float) -> bool:
         """Return True if there are enough recent measurements to refuse work by."""
-        return self.samples >= SAMPLES_MIN and now_ms - self._learned_at_ms <= FRESH_MS
+        return self._lately >= SAMPLES_MIN and now_ms - self._learned_at_ms <= FRESH_MS
+
+    def likely_ms(self, items: int) -> float:
+        """Return a time that few calls with `items` exceed, from being sent to the result; 0.0 when unknown."""
+        return self.run_ms(items) * max(self.spread.likely, 1.0)
+
+    def shortest_ms(self, items: int) -> float:
+        """Return the time of the shortest recent calls with `items`; 0.0 when unknown."""
+        return self.run_ms(items) * min(self.spread.shortest, 1.0)
 
     @property
     def fixed_ms(self) -> float:
@@ -117,9 +176,15 @@ class Latency:
         self.run_ms(1)
         return self._line[1]
 
+    def _expire(self) -> None:
+        """Make all averages seeds."""
+        self._lately = 0
+        for seen in self._seen.values():
+            seen.calls = 0
+
     def _most_ms(self, items: int) -> float:
         """Return the most that a first call of a new size counts: 4 times what the known sizes let expect."""
-        if self.samples < SAMPLES_MIN:
+        if self._lately < SAMPLES_MIN:
             return math.inf
         expected = self.run_ms(items)
         below = bisect_left(self._sizes, items) - 1
@@ -154,6 +219,36 @@ class Latency:
             return max(0.0, times[0] - self._line[1] * (sizes[0] - items))
         share = (items - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         return times[above - 1] + share * (times[above] - times[above - 1])
+
+
+class ShortestLatency(Latency):
+    """The latency of a streaming step: that of its short answers, however many run.
+
+    One answer is short and another long: what the short ones take is all that is certain.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shortest_ms = 0.0
+
+    def learn(self, items: int, run_ms: float, now_ms: float) -> None:
+        if now_ms - self._learned_at_ms > FRESH_MS:
+            self._expire()
+        self.samples += 1
+        self._lately += 1
+        self._learned_at_ms = now_ms
+        shortest = self._shortest_ms
+        self._shortest_ms = min(run_ms, shortest + SHORT_SHARE * (run_ms - shortest)) if shortest else run_ms
+
+    def learn_spread(self, items: int, took_ms: float, now_ms: float) -> None:
+        """Learn nothing: the shortest calls have no spread."""
+
+    def run_ms(self, items: int) -> float:
+        return self._shortest_ms
+
+    def _expire(self) -> None:
+        super()._expire()
+        self._shortest_ms = 0.0
 
 
 def _bucket(items: int) -> int:

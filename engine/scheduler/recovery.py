@@ -148,6 +148,16 @@ class Recovery:
         sequence = self._steps[task.unit.step].sequence
         return task.streamed or sequence is not None or not all(self._steps[s].idempotent for s in task.unit.steps)
 
+    def may_retry(self, task: Task, timed_out: bool) -> bool:
+        """Return True if the step's `retry:` allows another attempt of a task that failed or timed out."""
+        step = self._steps[task.unit.step]
+        retry = step.retry
+        if retry is None or task.attempts > retry.attempts + task.deaths + task.spared:
+            return False
+        if timed_out and step.sequence is not None:
+            return False
+        return ("timeout" if timed_out else "error") in retry.on and not task.streamed
+
     def try_again_in_ms(self, task: Task, error: str, timed_out: bool, at_work: bool = False) -> float | None:
         """Return the delay in ms before a failed task is retried by its step's `retry:`; None: it is not.
 
@@ -156,11 +166,9 @@ class Recovery:
         """
         step = self._steps[task.unit.step]
         retry = step.retry
-        if retry is None or error not in TRIED_AGAIN or task.attempts > retry.attempts + task.deaths + task.spared:
+        if retry is None or error not in TRIED_AGAIN or not self.may_retry(task, timed_out):
             return None
-        if (at_work and not step.idempotent) or (timed_out and step.sequence is not None):
-            return None
-        if ("timeout" if timed_out else "error") not in retry.on or task.streamed or not self.budget.try_take():
+        if (at_work and not step.idempotent) or not self.budget.try_take():
             return None
         wait_ms = retry.wait_ms * 2 ** max(0, task.attempts - 1 - task.deaths - task.spared)
         task.attempts += 1

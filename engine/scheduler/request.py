@@ -80,6 +80,7 @@ class Task:
     started_ms:     when it was sent to the worker.
     attempts:       how often it was started, this time included.
     deaths:         how many workers died while they had it.
+    expires_ms:     when the timeout of its step ends.
     spared:         how many workers that had it were killed because they depended on another one.
     digest:         hash of its inputs, once a worker has sent it.
     streamed:       output chunks were read, or it received chunks: it cannot be retried.
@@ -107,6 +108,7 @@ class Task:
     held: bool = False
     waits_for_copy: bool = False
     spared: int = 0
+    expires_ms: float = math.inf
 
 
 @dataclass(slots=True, eq=False)

@@ -192,7 +192,7 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
     worker.running.remove(dispatch)
     now_ms, unit = state.now_ms, dispatch.unit
     queue = state.queues[unit.step]
-    _learn(state, queue, message)
+    _learn(state, queue, dispatch, message)
     state.counters.copied_bytes += message.copied_bytes
     state.counters.device_moved_bytes += message.device_moved_bytes
     for task, result in zip(dispatch.tasks, message.results):
@@ -226,7 +226,7 @@ def _mark_due(state: SchedulerState, worker_id: int) -> None:
             state.due.add(queue.index)
 
 
-def _learn(state: SchedulerState, queue: StepQueue, message: msg.BatchDone) -> None:
+def _learn(state: SchedulerState, queue: StepQueue, dispatch: Dispatch, message: msg.BatchDone) -> None:
     ran = message.ran
     if message.out_of_memory:
         state.counters.out_of_memory += 1
@@ -242,7 +242,7 @@ def _learn(state: SchedulerState, queue: StepQueue, message: msg.BatchDone) -> N
         run_ms += one.run_ms
     run_ms /= batches
     items = -(-ran[0].items // batches)
-    queue.learn(items, run_ms, state.now_ms)
+    queue.learn(items, run_ms, state.now_ms, (state.now_ms - dispatch.started_ms) / batches)
     if queue.went_well(items):
         state.out.append(
             ev.LogWarning(

@@ -39,7 +39,7 @@ from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.objective import LatencyObjective
 from weftline.engine.scheduler.recovery import Recovery
-from weftline.engine.scheduler.request import Request, ms_text, passed_before, record_timings
+from weftline.engine.scheduler.request import Request, ms_text, passed_before
 from weftline.engine.scheduler.routes import Route, Routes
 from weftline.engine.scheduler.state import Counters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
@@ -431,17 +431,7 @@ def _on_timer(state: SchedulerState, kind: str, id: int) -> None:
     if kind == "again":
         task_table.enqueue(state, task)
         return
-    queue = state.queues[task.unit.step]
-    record_timings(state, task, "lost")
-    at_work = task.worker >= 0
-    if at_work:  # the worker keeps it until it answers; the next attempt is another task
-        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
-        task = task_table.replace(state, task)
-    else:
-        queue.discard(task)
-        state.timers.discard(("again", task.id))
-    message = f"it took longer than its timeout_ms, {queue.step.timeout_ms:g} ms"
-    task_table.fail(state, task, "DeadlineExceeded", message, queue.name, True, at_work)
+    task_table.on_timeout(state, task)
 
 
 def _divide_device(state: SchedulerState, event: ev.DeviceLeft) -> None:

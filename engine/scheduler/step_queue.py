@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 
 from weftline.engine.scheduler.batcher import Batcher, Shapes
-from weftline.engine.scheduler.latency import Latency
+from weftline.engine.scheduler.latency import Latency, ShortestLatency
 from weftline.engine.scheduler.output_sizes import OutputSizes
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.sequences import Sequences
@@ -133,10 +133,6 @@ insignificant, and a later decision uses newer information."""
 LEARN_EVERY = 16
 """Steps faster than a message are measured once in this many batches."""
 
-LEAST_SHARE = 0.05
-"""Weight of a longer run in the minimum run time of a streaming step, so that an old minimum decays slowly."""
-
-
 class StepQueue:
     """The queues of one step, and its learned times and sizes."""
 
@@ -149,7 +145,7 @@ class StepQueue:
         self.name = step.name
         self.workers = step.workers
         self.streams = step.streams
-        self.latency = Latency()
+        self.latency = ShortestLatency() if step.streams else Latency()
         self.shapes = Shapes(step)
         self.sizes = OutputSizes(step)
         self.sequences = Sequences(step.sequence) if step.sequence is not None else None
@@ -163,7 +159,6 @@ class StepQueue:
             False  # True after outputs were preallocated: then one batch per message, as messages free memory
         )
         self.quick = False  # its batches are so short that a worker may be given a second message while it runs one
-        self.least_ms = 0.0  # of a streaming step: what a short answer takes; 0 is unknown
         self._batches = 1
         self._unlearned = 0
         self._new: list[Task] = []
@@ -173,10 +168,15 @@ class StepQueue:
             and self.sequences is None
             and self.shapes.any
             and policy.wait == "fixed"
+            and step.timeout_ms is None
         )
         self._policy = policy
-        shared = Batcher(policy, self.latency)
-        self._queues = [shared] if self.sequences is None else [Batcher(policy, self.latency) for _ in step.workers]
+        self.expires = step.timeout_ms is not None
+        timeout_ms = math.inf if step.timeout_ms is None else step.timeout_ms
+        shared = Batcher(policy, self.latency, timeout_ms)
+        self._queues = [shared]
+        if self.sequences is not None:
+            self._queues = [Batcher(policy, self.latency, timeout_ms) for _ in step.workers]
         self._queue = shared if self.sequences is None else None
         self._limit = BatchSizeLimit(shared.items_max)
         self.items_max = shared.items_max  # how many items a call may have now
@@ -294,12 +294,43 @@ class StepQueue:
     def queues(self) -> Iterator[Batcher]:
         return iter(self._queues)
 
+    def reschedule(self, task: Task) -> None:
+        """Update the order of a queued task whose due time has changed."""
+        for queue in self._queues:
+            entry = queue.waiting.get(task.id)
+            if entry is not None:
+                queue.discard(task.id)
+                queue.add(
+                    task.id, queue.now_ms, group=entry.line.group, priority=task.request.priority, due_ms=task.due_ms,
+                    expires_ms=task.expires_ms, arrived_ms=entry.arrived_ms,
+                )  # fmt: skip
+
+    # timeouts of the step
+
+    def latest_start_ms(self, task: Task, now_ms: float) -> float:
+        """Return from when on a task cannot be started: it would expire by recent measurements even if it ran alone.
+
+        Without recent measurements that is the end of its timeout.
+        """
+        if not self.latency.fresh(now_ms):
+            return task.expires_ms
+        return math.nextafter(task.expires_ms - self._queues[0].needs_ms(1), math.inf)
+
+    def split_expired(self, tasks: list[Task], now_ms: float) -> tuple[list[Task], list[Task]]:
+        """Return which tasks of a batch can finish in time, and which would expire."""
+        if not self.expires or not self.latency.fresh(now_ms):
+            return tasks, []
+        by_ms = now_ms + self._queues[0].needs_ms(len(tasks))
+        return [one for one in tasks if one.expires_ms >= by_ms], [one for one in tasks if one.expires_ms < by_ms]
+
     def _enqueue(self, queue: Batcher, task: Task, now_ms: float) -> None:
         unit = task.unit
         group = None if self.shapes.any else self.shapes.group(task.inputs[: len(self.step.inputs)])
         if unit.chain:
             group = (unit.chain, group)
-        queue.add(task.id, now_ms, group=group, priority=task.request.priority, due_ms=task.due_ms)
+        queue.add(
+            task.id, now_ms, group=group, priority=task.request.priority, due_ms=task.due_ms, expires_ms=task.expires_ms
+        )
 
     # batches
 
@@ -311,16 +342,17 @@ class StepQueue:
         """Return the most batches in a message; more than one only for steps faster than a message."""
         return 1 if self.in_place or self.items_max < self._policy.items_max else self._batches
 
-    def learn(self, items: int, run_ms: float, now_ms: float) -> None:
-        """Learn the run time of a batch. Steps faster than a message are sampled, to save the cost."""
-        if self.streams:  # one answer is short and another long: what the short ones take is all that is sure
-            self.least_ms = (
-                min(run_ms, self.least_ms + LEAST_SHARE * (run_ms - self.least_ms)) if self.least_ms else run_ms
-            )
+    def learn(self, items: int, run_ms: float, now_ms: float, took_ms: float = 0.0) -> None:
+        """Learn the run time of a batch. Steps faster than a message are sampled, to save the cost.
+
+        took_ms: from when it was sent to when its result was back; learned where tasks expire.
+        """
         self._unlearned += 1
         if self._unlearned < LEARN_EVERY and self.latency.samples > LEARN_EVERY and run_ms < QUICK_MESSAGE_MS:
             return
         self._unlearned = 0
+        if self.expires:
+            self.latency.learn_spread(items, took_ms, now_ms)
         self.latency.learn(items, run_ms, now_ms)
         full_ms = self.latency.run_ms(self.items_max)
         self.quick = not self.streams and 0 < full_ms <= SECOND_MS_MAX

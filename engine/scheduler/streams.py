@@ -58,9 +58,7 @@ def complete_input(state: SchedulerState, request: Request, place: int, slot: in
     if stream is None or task is None or not stream.open or task.unit.slots[task.unit.stream_position] != slot:
         return False
     task.keys = (*task.keys, *graph.take(state, request, slot))
-    timeout_ms = state.steps[task.unit.step].timeout_ms
-    if timeout_ms is not None:  # its time counts from here: until now it waited for its input
-        state.timers.add(state.now_ms + timeout_ms, ("timeout", task.id))
+    task_table.set_timeout(state, task, state.now_ms)  # its time counts from here: until now it waited for its input
     if task.worker < 0:  # it was never given a piece, and is as good as any other
         inputs = list(task.inputs)
         inputs[task.unit.stream_position] = value

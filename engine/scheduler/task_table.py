@@ -13,7 +13,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import PIECES, Value
 from weftline.engine.scheduler import estimates, graph, groups, idle, request_table, workers
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.request import OPEN, Request, Task
+from weftline.engine.scheduler.request import OPEN, Request, Task, ms_text, record_timings
 from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
@@ -58,22 +58,84 @@ def begin(
         request.reached.add(unit.step)
     if held:
         return
-    if state.steps[unit.step].timeout_ms is not None:
-        _set_timeout(state, task)
+    if state.steps[unit.step].timeout_ms is not None and task.stream_input is None:
+        set_timeout(state, task, state.now_ms)
+        if _starts_too_late(state, task):
+            time_out(state, task)
+            return
     enqueue(state, task)
 
 
-def _set_timeout(state: SchedulerState, task: Task) -> None:
-    """Start the timer of the step's timeout_ms for a task."""
+# timeouts of steps
+
+
+def set_timeout(state: SchedulerState, task: Task, since_ms: float) -> None:
+    """Start the timer of the step's timeout_ms for a task that is not with a worker yet, if the step has one."""
     timeout_ms = state.steps[task.unit.step].timeout_ms
-    if timeout_ms is not None and task.stream_input is None:
-        state.timers.add(state.now_ms + timeout_ms, ("timeout", task.id))
+    if timeout_ms is not None:
+        task.expires_ms = since_ms + timeout_ms
+        latest_ms = state.queues[task.unit.step].latest_start_ms(task, state.now_ms)
+        state.timers.add(max(latest_ms, since_ms), ("timeout", task.id))
+
+
+def _starts_too_late(state: SchedulerState, task: Task) -> bool:
+    """Return True if a task of a step with a timeout would expire behind the work that its workers have now.
+
+    Elements of one list run in as many rounds as the instances need. A task that may be retried waits: its next attempt
+    has the whole timeout again.
+    """
+    queue = state.queues[task.unit.step]
+    if state.recovery.may_retry(task, timed_out=True):
+        return False
+    starts_ms = state.now_ms + estimates.busy_ms(state, queue)
+    if task.element > 0 and not queue.streams:
+        full_ms = queue.latency.shortest_ms(queue.items_max)
+        starts_ms += task.element // (queue.items_max * len(queue.workers)) * full_ms
+    return starts_ms >= queue.latest_start_ms(task, state.now_ms)
+
+
+def on_timeout(state: SchedulerState, task: Task) -> None:
+    """Handle the timer of a task: it has expired, or it can no longer be started in time."""
+    at_ms = task.expires_ms
+    if task.worker < 0:
+        at_ms = state.queues[task.unit.step].latest_start_ms(task, state.now_ms)
+    if state.now_ms < at_ms:
+        state.timers.add(at_ms, ("timeout", task.id))
+    else:
+        time_out(state, task)
+
+
+def time_out(state: SchedulerState, task: Task) -> None:
+    """Fail a task of which the timeout has ended, or would end before it could have finished: retry it, or fail its
+    unit."""
+    queue = state.queues[task.unit.step]
+    message = f"it took longer than its timeout_ms, {queue.step.timeout_ms:g} ms"
+    record_timings(state, task, "lost")
+    at_work = task.worker >= 0
+    if at_work:  # the worker keeps it until it answers; the next attempt is another task
+        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
+        if queue.streams:  # it is cut short: all that is known is that it takes longer
+            queue.learn(1, math.nextafter(state.now_ms - task.started_ms, math.inf), state.now_ms)
+        task = replace(state, task)
+    else:
+        queue.discard(task)
+        state.timers.discard(("again", task.id))
+        left_ms = task.expires_ms - state.now_ms
+        if left_ms > 0:
+            state.counters.late += 1
+            found = f"it needs about {ms_text(queue.latency.run_ms(1))} ms"
+            within = f"{ms_text(left_ms)} ms of its timeout_ms, {queue.step.timeout_ms:g} ms, are left"
+            message = f"by recent measurements {found} and {within}; it was not started"
+    fail(state, task, "DeadlineExceeded", message, queue.name, timed_out=True, at_work=at_work)
+
+
+# queues
 
 
 def queue_group(state: SchedulerState, step: int, tasks: list[Task]) -> None:
     """Queue the tasks of an ordered group, which is complete."""
     for task in tasks:
-        _set_timeout(state, task)
+        set_timeout(state, task, state.now_ms)
     queue = state.queues[step]
     queue.job.form(tasks, queue.job_items())
     state.due.add(step)
@@ -178,9 +240,7 @@ def fail(
     state.counters.retried += 1
     task.worker, task.waits_for_copy = -1, False
     state.due.add(task.unit.step)  # which it may have left to others meanwhile
-    timeout_ms = state.steps[task.unit.step].timeout_ms
-    if timeout_ms is not None:
-        state.timers.add(state.now_ms + wait_ms + timeout_ms, ("timeout", task.id))
+    set_timeout(state, task, state.now_ms + wait_ms)
     if wait_ms:
         state.timers.add(state.now_ms + wait_ms, ("again", task.id))
     else:
@@ -195,6 +255,7 @@ def replace(state: SchedulerState, task: Task) -> Task:
     again = Task(
         state.task_ids, task.request, task.place, task.unit, task.inputs, task.keys, task.arrived_ms, task.due_ms,
         task.element, -1, task.started_ms, task.attempts, task.deaths, task.digest, task.streamed, spared=task.spared,
+        expires_ms=task.expires_ms,
     )  # fmt: skip
     state.live[again.id] = again.request.tasks[again.id] = again
     if task.request.group is not None:
