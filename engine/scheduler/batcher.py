@@ -102,11 +102,6 @@ class Batcher:
     def __len__(self) -> int:
         return len(self.waiting)
 
-    @property
-    def now_ms(self) -> float:
-        """The time of the last event."""
-        return self._now_ms
-
     def add(
         self,
         item: int,
@@ -127,8 +122,20 @@ class Batcher:
         """
         if item in self.waiting:
             raise ValueError(f"item {item} waits already; discard it before it is added again")
-        if arrived_ms is None:
-            arrived_ms = now_ms
+        self._now_ms = now_ms
+        if self._auto:
+            self._learn_gap(now_ms)
+        self._insert(item, group, priority, due_ms, expires_ms, now_ms if arrived_ms is None else arrived_ms)
+
+    def reschedule(self, item: int, priority: int, due_ms: float, expires_ms: float) -> None:
+        """Change the due time of a queued item."""
+        entry = self.waiting[item]
+        self.discard(item)
+        self._insert(item, entry.line.group, priority, due_ms, expires_ms, entry.arrived_ms)
+
+    def _insert(
+        self, item: int, group: Hashable, priority: int, due_ms: float, expires_ms: float, arrived_ms: float
+    ) -> None:
         key = arrived_ms + PATIENCE_MS
         if not self._by_deadline:
             due_ms = expires_ms
@@ -138,9 +145,6 @@ class Batcher:
                 key = min(key, due_ms - self._latency.run_ms(1))
             if priority:
                 key -= priority * PRIORITY_STEP_MS
-        self._now_ms = now_ms
-        if self._auto:
-            self._learn_gap(now_ms)
         line = self._lines.get(group)
         if line is None:
             if not self.waiting:
@@ -292,14 +296,17 @@ class Batcher:
             return self._latency.likely_ms(items)
         return self._latency.shortest_ms(items)
 
+    def fitting(self) -> int:
+        """Return the size of the largest call that is likely to end within the timeout of the step; at least 1."""
+        return max(1, bisect_right(range(1, self._items_max + 1), self._timeout_ms, key=self._latency.likely_ms))
+
     def _least_ms(self) -> float:
         waiting = len(self.waiting)
         if not self._expires:
             return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
         if waiting <= self._items_max:
             return self.needs_ms((waiting + 1) // 2)
-        fitting = bisect_right(range(1, self._items_max + 1), self._timeout_ms, key=self._latency.likely_ms)
-        return self.needs_ms(max(1, fitting))
+        return self.needs_ms(self.fitting())
 
     def _changed(self, line: PriorityQueue) -> None:
         line.leave_ms = None

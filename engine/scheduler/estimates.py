@@ -6,13 +6,17 @@ that of a batch of the size that the step had lately, not of the smallest: under
 and all of them start with little time to spare. When no work is ahead, a run is that of one item, so that an idle
 pipeline refuses no request that it could serve. Only run times measured lately count; an unknown time counts as zero,
 so work is never refused by a guess. Wake-up times of sleeping steps do not count.
+
+A unit counts only where the request is known to run it (known_path.py). A unit that would exceed the timeout of its
+step counts until its latest start, and then as its fallback.
 """
 
 from __future__ import annotations
 
 import math
 
-from weftline.engine.scheduler.routes import ROUTES_MAX, Route
+from weftline.engine.scheduler.known_path import DORMANT
+from weftline.engine.scheduler.routes import KNOWN, ROUTES_MAX, Route
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.workers import Dispatch, WorkerState
@@ -27,53 +31,98 @@ FADES_MS = 500.0
 """Time after which a size of batch that has not been seen again counts about a third."""
 
 
-def after_ms(state: SchedulerState, route: Route, place: int) -> float:
-    """Return the expected time from the end of a unit to the end of the longest path behind it."""
-    return _estimate(state, route)[1][place]
+def after_ms(state: SchedulerState, route: Route, path: bytes, place: int) -> float:
+    """Return the expected time from the end of a unit to the end of the longest path behind it.
+
+    path: the units that the request is known to run.
+    """
+    return _estimate(state, route, path)[1][place]
 
 
-def whole_ms(state: SchedulerState, route: Route) -> float:
+def whole_ms(state: SchedulerState, route: Route, path: bytes) -> float:
     """Return the expected time of a request that comes now."""
-    return _estimate(state, route)[2]
+    return _estimate(state, route, path)[2]
 
 
-def _estimate(state: SchedulerState, route: Route) -> tuple[float, list[float], float]:
+def _estimate(state: SchedulerState, route: Route, path: bytes) -> tuple[float, list[float], float]:
     now_ms = state.now_ms
-    kept = state.estimates.get(route)
+    kept = state.estimates.get((route, path))
     if kept is None or now_ms - kept[0] > KEPT_MS:
         if len(state.estimates) > ROUTES_MAX:
             state.estimates.clear()
-        kept = state.estimates[route] = (now_ms, *_compute(state, route, now_ms))
+        kept = state.estimates[route, path] = (now_ms, *_compute(state, route, path))
     return kept
 
 
-def _compute(state: SchedulerState, route: Route, now_ms: float) -> tuple[list[float], float]:
-    units = route.units
-    run, wait = [0.0] * len(units), [0.0] * len(units)
-    queues = {unit.step: state.queues[unit.step] for unit in units if not unit.control}
-    busy = {step: busy_ms(state, queue) for step, queue in queues.items()}
-    idle = not any(queue.waiting or busy[step] for step, queue in queues.items())
-    for place, unit in enumerate(units):
-        if unit.control:
-            continue
-        queue = queues[unit.step]
-        if not queue.latency.fresh(now_ms):
-            continue
-        if queue.streams:
-            run[place] = queue.latency.run_ms(1)
-            continue
-        run[place] = queue.latency.run_ms(1 if idle else _size(state, queue, now_ms))
-        full = queue.waiting // (queue.items_max * max(1, len(queue.workers)))
-        wait[place] = busy[unit.step] + full * queue.latency.run_ms(queue.items_max)
-    after = [0.0] * len(units)
-    for place in range(len(units) - 1, -1, -1):
+def _compute(state: SchedulerState, route: Route, path: bytes) -> tuple[list[float], float]:
+    costs = _Costs(state, route, path)
+    run, after = costs.run, [0.0] * len(route.units)
+    for place in range(len(route.units) - 1, -1, -1):
         after[place] = max(
-            (max(0.0, wait[n] - run[place]) + run[n] + after[n] for n in route.next[place]),
+            (costs.after_wait(n, run[place]) + after[n] for n in route.next[place] if path[n] != DORMANT),
             default=0.0,
         ) + min(run[place], MESSAGE_MS)
-    entries = route.entries
-    whole = max((wait[place] + run[place] + after[place] for place in entries), default=0.0)
+    whole = max((costs.after_wait(place, 0.0) + after[place] for place in route.entries), default=0.0)
     return after, whole
+
+
+class _Costs:
+    """The time that each unit of a route takes: 0 where it is unknown, or the unit is not known to run."""
+
+    def __init__(self, state: SchedulerState, route: Route, path: bytes) -> None:
+        self._state, self._route = state, route
+        self.run, self._wait = [0.0] * len(path), [0.0] * len(path)
+        counted = [place for place in range(len(path)) if path[place] == KNOWN and not route.units[place].control]
+        queues = {step: state.queues[step] for step in {route.units[place].step for place in counted}}
+        busy = {step: busy_ms(state, queue) for step, queue in queues.items()}
+        self._idle = not any(queue.waiting or busy[step] for step, queue in queues.items())
+        for place in counted:
+            step = route.units[place].step
+            self.run[place], self._wait[place] = self._times(queues[step], busy[step])
+
+    def after_wait(self, place: int, credit_ms: float) -> float:
+        """Return the time of a unit: its wait, less `credit_ms` that pass before the request gets there, and its run.
+
+        No more than the timeout of its step and its fallback.
+        """
+        return self._within_timeout(place, max(0.0, self._wait[place] - credit_ms), self.run[place])
+
+    def _within_timeout(self, place: int, wait_ms: float, run_ms: float) -> float:
+        timeout_ms = self._state.steps[self._route.units[place].step].timeout_ms
+        needs_ms = wait_ms + run_ms
+        if timeout_ms is None or needs_ms <= timeout_ms:
+            return needs_ms
+        return min(needs_ms, max(0.0, timeout_ms - run_ms) + self._fallback_ms(place))
+
+    def _fallback_ms(self, place: int) -> float:
+        """Return the time of a unit's fallback and the units that run only for it; the units' conditions are open."""
+        fallback, route = self._route.fallbacks.get(place), self._route
+        if fallback is None:
+            return 0.0
+        ready = dict.fromkeys(fallback.group, 0.0)
+        end = 0.0
+        for one in fallback.group:
+            unit, cost = route.units[one], 0.0
+            if not (unit.control or unit.mapped or unit.when is not None):
+                queue = self._state.queues[unit.step]
+                run_ms, wait_ms = self._times(queue, busy_ms(self._state, queue))
+                cost = self._within_timeout(one, max(0.0, wait_ms - ready[one]), run_ms)
+            end = ready[one] + cost
+            for reader in route.next[one]:
+                if reader in ready:
+                    ready[reader] = max(ready[reader], end)
+        return end
+
+    def _times(self, queue: StepQueue, busy: float) -> tuple[float, float]:
+        """Return the run time of a step and the wait for it."""
+        now_ms = self._state.now_ms
+        if not queue.latency.fresh(now_ms):
+            return 0.0, 0.0
+        if queue.streams:
+            return queue.latency.run_ms(1), 0.0
+        run_ms = queue.latency.run_ms(1 if self._idle else _size(self._state, queue, now_ms))
+        full = queue.waiting // (queue.items_max * max(1, len(queue.workers)))
+        return run_ms, busy + full * queue.latency.run_ms(queue.items_max)
 
 
 def _size(state: SchedulerState, queue: StepQueue, now_ms: float) -> int:
@@ -95,9 +144,9 @@ def left_ms(state: SchedulerState, worker: WorkerState, queue: StepQueue) -> flo
     now_ms = state.now_ms
     left, running = 0.0, worker.on_thread(queue.index)
     for dispatch in running:
-        run_ms = state.queues[dispatch.unit.step].latency.run_ms(len(dispatch.tasks))
+        took_ms = state.queues[dispatch.unit.step].latency.took_ms(len(dispatch.tasks))
         begun_ms = now_ms - dispatch.started_ms if dispatch is running[0] else 0.0
-        left += max(0.0, run_ms - begun_ms)
+        left += max(0.0, took_ms - begun_ms)
     return left
 
 

@@ -14,6 +14,7 @@ from weftline.engine.protocol.messages import ABSENT, PIECES, Value
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import request_table, streams, task_table
 from weftline.engine.scheduler.condition_values import peek
+from weftline.engine.scheduler.known_path import chosen_case
 from weftline.engine.scheduler.request import OPEN, ActiveFallback, Gather, Request, StepTiming
 from weftline.engine.scheduler.routes import Unit
 from weftline.engine.scheduler.state import SchedulerState
@@ -34,6 +35,8 @@ def produce(state: SchedulerState, request: Request, slot: int, value: Value) ->
             state.ledger.hold(key, tickets)
     request.values[slot] = value
     request.tickets[slot] = tickets
+    if slot in route.deciding and request.path is not None:
+        task_table.on_path_changed(state, request)
     names = route.outputs_at[slot]
     for name in names:
         request.outputs[name] = value
@@ -171,6 +174,8 @@ def failed(
         request_table.end(state, request, "fail", error, message, step, traceback, param)
         return
     request.active_fallbacks[fallback.unit] = ActiveFallback(place, error, message, step, traceback, param)
+    if request.path is not None:
+        task_table.on_path_changed(state, request)
     for other in fallback.group:
         if request.missing[other] > 0:
             request.missing[other] -= 1
@@ -275,19 +280,12 @@ def _switch(state: SchedulerState, request: Request, place: int, unit: Unit, val
     """Return the position of the chosen case. The first input is the value that the switch compares."""
     if values[0] is None:
         return UNDECIDED
-    if values[0].kind == "absent":
-        return NOTHING
-    step = state.steps[unit.step]
     try:
-        by = peek(values[0])
+        at = chosen_case(state.steps[unit.step], values[0])
     except ValueError as error:
         _fail_unit(state, request, place, f"its input cannot be evaluated: {error}")
         return UNDECIDED
-    cases = (
-        at for at, case in enumerate(step.cases, 1) if case == by and isinstance(case, bool) == isinstance(by, bool)
-    )
-    at = next(cases, len(values) - 1 if step.default else NOTHING)
-    if at == NOTHING:
+    if at is None:
         return NOTHING
     chosen = values[at]
     return UNDECIDED if chosen is None else NOTHING if chosen.kind == "absent" else at

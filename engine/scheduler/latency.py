@@ -35,7 +35,7 @@ SPREAD_SHARE = 0.2
 """Weight of a new call in the spread."""
 
 SHORT_SHARE = 0.05
-"""Weight of a longer call in the ratio of the shortest ones, so that an old minimum decays slowly."""
+"""Weight of a longer call in the time of the shortest ones, so that an old minimum decays slowly."""
 
 SPREADS = 3.0
 """A likely time is this many mean deviations above the mean: about one call in a hundred takes longer."""
@@ -59,17 +59,14 @@ class _Seen:
 class Spread:
     """How far calls are from their expected time: moving averages of actual over expected time.
 
-    shortest: a minimum that decays slowly.
     mean, deviation: of the ratio; a call counts as at most ALONE_MAX times the mean.
     """
 
-    shortest: float = 1.0
     mean: float = 1.0
     deviation: float = 0.0
 
     def learn(self, ratio: float) -> None:
         """Add one call."""
-        self.shortest = min(ratio, self.shortest + SHORT_SHARE * (ratio - self.shortest))
         off = min(ratio, ALONE_MAX * self.mean) - self.mean
         self.mean += SPREAD_SHARE * off
         self.deviation += SPREAD_SHARE * (abs(off) - self.deviation)
@@ -92,6 +89,7 @@ class Latency:
         self.recent_ms = 0.0
         self.samples = 0
         self.spread = Spread()
+        self._shortest_ms = 0.0  # of a single item; 0.0 is unknown
         self._lately = 0  # calls since the last one that came after FRESH_MS without any
         self._learned_at_ms = -math.inf
         self._seen: dict[int, _Seen] = {}
@@ -132,9 +130,12 @@ class Latency:
 
         took_ms: from when it was sent to when its result was back.
         """
-        expected = self.run_ms(items) if self.fresh(now_ms) else 0.0
-        if expected and took_ms > 0.0:
+        expected = self.run_ms(items)
+        if took_ms <= 0.0:
+            return
+        if expected and self.fresh(now_ms):
             self.spread.learn(took_ms / expected)
+        self._learn_shortest(took_ms * self.run_ms(1) / expected if expected else took_ms)
 
     def seed(self, items: int, run_ms: float) -> None:
         """Add an estimate, such as a warm-up's; measurements replace it, and it is never fresh."""
@@ -156,13 +157,18 @@ class Latency:
         """Return True if there are enough recent measurements to refuse work by."""
         return self._lately >= SAMPLES_MIN and now_ms - self._learned_at_ms <= FRESH_MS
 
+    def took_ms(self, items: int) -> float:
+        """Return the expected time of a call from being sent to the result: the run time if that was not learned."""
+        return self.run_ms(items) * self.spread.mean
+
     def likely_ms(self, items: int) -> float:
         """Return a time that few calls with `items` exceed, from being sent to the result; 0.0 when unknown."""
         return self.run_ms(items) * max(self.spread.likely, 1.0)
 
     def shortest_ms(self, items: int) -> float:
         """Return the time of the shortest recent calls with `items`; 0.0 when unknown."""
-        return self.run_ms(items) * min(self.spread.shortest, 1.0)
+        expected, of_one = self.run_ms(items), self.run_ms(1)
+        return min(expected, self._shortest_ms * expected / of_one) if of_one else expected
 
     @property
     def fixed_ms(self) -> float:
@@ -176,9 +182,14 @@ class Latency:
         self.run_ms(1)
         return self._line[1]
 
+    def _learn_shortest(self, run_ms: float) -> None:
+        shortest = self._shortest_ms
+        self._shortest_ms = min(run_ms, shortest + SHORT_SHARE * (run_ms - shortest)) if shortest else run_ms
+
     def _expire(self) -> None:
         """Make all averages seeds."""
         self._lately = 0
+        self._shortest_ms = 0.0
         for seen in self._seen.values():
             seen.calls = 0
 
@@ -227,28 +238,19 @@ class ShortestLatency(Latency):
     One answer is short and another long: what the short ones take is all that is certain.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._shortest_ms = 0.0
-
     def learn(self, items: int, run_ms: float, now_ms: float) -> None:
         if now_ms - self._learned_at_ms > FRESH_MS:
             self._expire()
         self.samples += 1
         self._lately += 1
         self._learned_at_ms = now_ms
-        shortest = self._shortest_ms
-        self._shortest_ms = min(run_ms, shortest + SHORT_SHARE * (run_ms - shortest)) if shortest else run_ms
+        self._learn_shortest(run_ms)
 
     def learn_spread(self, items: int, took_ms: float, now_ms: float) -> None:
         """Learn nothing: the shortest calls have no spread."""
 
     def run_ms(self, items: int) -> float:
         return self._shortest_ms
-
-    def _expire(self) -> None:
-        super()._expire()
-        self._shortest_ms = 0.0
 
 
 def _bucket(items: int) -> int:

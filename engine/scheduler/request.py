@@ -182,6 +182,7 @@ class Request:
     job, seed, caller: as in Submitted.
     group:            the ordered group that it belongs to, and `row` its position there; None: its batches form freely.
     called_ms:        time of the call; latency counts from it.
+    path:             the units that it is known to run, see known_path.py; None without a deadline.
     """
 
     id: int
@@ -211,6 +212,7 @@ class Request:
     group: OrderedGroup | None = None
     row: int = 0
     called_ms: float = 0.0
+    path: bytes | None = None
 
     def move(self, event: str) -> None:
         """Go to the next state; RuntimeError for a move the table does not have."""

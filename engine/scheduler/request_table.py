@@ -32,16 +32,21 @@ def admit(
     event: ev.Submitted,
     route: Route,
     size: int,
+    path: bytes | None = None,
     group: OrderedGroup | None = None,
     row: int = 0,
 ) -> None:
-    """Open an admitted request and start it. The caller keeps the writer's tickets of the inputs. size: their bytes."""
+    """Open an admitted request and start it. The caller keeps the writer's tickets of the inputs.
+
+    size: their bytes.
+    path: the units that it is known to run; None without a deadline.
+    """
     state.admission.enter(size, event.job)
     state.counters.admitted += 1
     request = Request(
         event.request, route, state.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
         event.sequence, event.pieces, job=event.job, seed=event.seed, caller=event.caller, group=group, row=row,
-        called_ms=state.now_ms if event.called_ms is None else event.called_ms,
+        called_ms=state.now_ms if event.called_ms is None else event.called_ms, path=path,
     )  # fmt: skip
     state.requests[request.id] = request
     if request.deadline_ms is not None:

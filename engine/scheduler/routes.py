@@ -7,7 +7,7 @@ is computed once per choice of outputs and cached; steps that are not needed are
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import Chain, Stage
@@ -16,6 +16,9 @@ from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.wire import Wire
+
+KNOWN = 2
+"""A unit that is known to run, in a known path."""
 
 ROUTES_MAX = 256
 """Most routes in the cache. A plan has a handful; a hostile client could request thousands. Routes beyond that have no
@@ -84,11 +87,14 @@ class Route:
     outputs_at:     for each slot, the names of the pipeline outputs with its value.
     tickets:        for each slot, its number of reads: `readers` and `outputs_at` together.
     missing:        for each unit, how many values it waits for; one more when it waits to be called as a fallback.
-    next:           for each unit, the units that read its outputs.
+    next:           for each unit, the units that read its outputs; for a fallback also those of the unit it replaces.
     entries:        units that wait for pipeline inputs only.
     fallbacks:      by the unit that they replace.
     required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
     waits_for:      for each unit of a fallback's group, the fallback.
+    deciding:       slots whose values decide which units run: read by conditions, switches and `map:`. Inputs of the
+                    pipeline are left out: they are known from the start.
+    fixed_path:     the known path of every request, see known_path.py; None if it depends on the request.
     """
 
     units: tuple[Unit, ...]
@@ -103,6 +109,8 @@ class Route:
     waits_for: dict[int, int]
     required_steps: frozenset[int]
     outputs: tuple[str, ...]
+    deciding: frozenset[int] = frozenset()
+    fixed_path: bytes | None = None
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -182,7 +190,7 @@ class Routes:
             outputs_at=tuple(map(tuple, names)),
             tickets=tuple(len(read) + len(answered) for read, answered in zip(readers, names)),
             missing=tuple(missing),
-            next=tuple(tuple(dict.fromkeys(r for slot in unit.returns for r in readers[slot])) for unit in units),
+            next=_next_units(units, readers, fallbacks),
             entries=tuple(
                 place
                 for place, unit in enumerate(units)
@@ -199,6 +207,8 @@ class Routes:
             ),
             waits_for={place: one.unit for one in fallbacks.values() for place in one.group},
             outputs=outputs,
+            deciding=frozenset(slot for unit in units for slot in _deciding(unit) if slot >= inputs),
+            fixed_path=bytes([KNOWN] * len(units)) if not fallbacks and all(unit.plain for unit in units) else None,
         )
 
     def _needed(self, slots: Sequence[int]) -> list[int]:
@@ -304,6 +314,21 @@ class Routes:
             called = unit_of[target]
             found[place] = Fallback(called, groups.of(called), ports)
         return found
+
+
+def _next_units(
+    units: Sequence[Unit], readers: Sequence[Sequence[int]], fallbacks: Mapping[int, Fallback]
+) -> tuple[tuple[int, ...], ...]:
+    found = [dict.fromkeys(reader for slot in unit.returns for reader in readers[slot]) for unit in units]
+    for place in sorted(fallbacks):  # a fallback comes after the unit that it replaces
+        found[fallbacks[place].unit] |= found[place]
+    return tuple(map(tuple, found))
+
+
+def _deciding(unit: Unit) -> tuple[int, ...]:
+    """Return the slots that decide whether a unit runs, or which of its inputs it selects."""
+    by = unit.slots[:1] if unit.control == "switch" else ()
+    return (*unit.condition_slots, *by, *(unit.slots[at] for at in unit.mapped))
 
 
 class _Groups:

@@ -37,6 +37,7 @@ from weftline.engine.scheduler.allocations import lease_all
 from weftline.engine.scheduler.device_work import device_positions
 from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
+from weftline.engine.scheduler.known_path import known_path
 from weftline.engine.scheduler.objective import LatencyObjective
 from weftline.engine.scheduler.recovery import Recovery
 from weftline.engine.scheduler.request import Request, ms_text, passed_before
@@ -299,16 +300,18 @@ def submit(state: SchedulerState, event: ev.Submitted, group: OrderedGroup | Non
         for value in event.inputs.values():
             size += value.size_bytes
         state.admission.check(size, event.job)
-        refusal = None
+        refusal = path = None
         if event.deadline_ms is not None:
-            refusal = _check_deadline(state, event, route)
+            slots = state.routes.input_slot
+            path = known_path(route, state.steps, {slots[name]: value for name, value in event.inputs.items()})
+            refusal = _check_deadline(state, event, route, path)
         if refusal is None and (state.sequenced or event.sequence is not None):
             refusal = _admit_to_sequence(state, event, route)
         if refusal is not None:
             state.counters.refused += 1
             state.out.append(refusal)
         else:
-            request_table.admit(state, event, route, size, group, row)
+            request_table.admit(state, event, route, size, path, group, row)
             if state.sleep.any:
                 idle.mark_expected(state, route)
     except LimitReached as error:
@@ -330,12 +333,12 @@ def _submit_group(state: SchedulerState, event: ev.GroupSubmitted) -> None:
         submit(state, one, group, row)
 
 
-def _check_deadline(state: SchedulerState, event: ev.Submitted, route: Route) -> ev.Refuse | None:
+def _check_deadline(state: SchedulerState, event: ev.Submitted, route: Route, path: bytes) -> ev.Refuse | None:
     """Return a refusal when measured times say that the request cannot make its deadline."""
     if event.deadline_ms is None or not state.plan.limits.refuse_early:
         return None
     left = event.deadline_ms - state.now_ms
-    needs = estimates.whole_ms(state, route)
+    needs = estimates.whole_ms(state, route, path)
     if needs <= left:
         return None
     if left <= 0:

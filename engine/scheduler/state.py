@@ -154,7 +154,8 @@ class SchedulerState:
     changed_groups:    ordered groups that changed since they were last checked; an ordered set.
     holding_groups:    ordered groups that hold tasks back, oldest first; an ordered set.
     unsent:            stream input by (worker, step), sent as one message per event.
-    estimates:         by route: when it was estimated, the time after each unit, and the time of a whole request.
+    estimates:         by route and known path: when it was estimated, the time after each unit, and the time of a whole
+                       request.
     batch_sizes:       by step: recent batch size, and when it was seen.
 
     Workers and memory:
@@ -205,7 +206,7 @@ class SchedulerState:
     changed_groups: dict[OrderedGroup, None] = field(default_factory=dict)
     holding_groups: dict[OrderedGroup, None] = field(default_factory=dict)
     unsent: dict[tuple[int, int], list[msg.InputChunk]] = field(default_factory=dict)
-    estimates: dict[Route, tuple[float, list[float], float]] = field(default_factory=dict)
+    estimates: dict[tuple[Route, bytes], tuple[float, list[float], float]] = field(default_factory=dict)
 
     look_ms: float = 0.0
     buffers_requested: bool = False

@@ -297,24 +297,22 @@ class StepQueue:
     def reschedule(self, task: Task) -> None:
         """Update the order of a queued task whose due time has changed."""
         for queue in self._queues:
-            entry = queue.waiting.get(task.id)
-            if entry is not None:
-                queue.discard(task.id)
-                queue.add(
-                    task.id, queue.now_ms, group=entry.line.group, priority=task.request.priority, due_ms=task.due_ms,
-                    expires_ms=task.expires_ms, arrived_ms=entry.arrived_ms,
-                )  # fmt: skip
+            if task.id in queue.waiting:
+                queue.reschedule(task.id, task.request.priority, task.due_ms, task.expires_ms)
 
     # timeouts of the step
 
-    def latest_start_ms(self, task: Task, now_ms: float) -> float:
-        """Return from when on a task cannot be started: it would expire by recent measurements even if it ran alone.
+    def latest_start_ms(self, task: Task, now_ms: float, beside: int = 0) -> float:
+        """Return from when on a task cannot be started: by recent measurements it would expire.
 
         Without recent measurements that is the end of its timeout.
+
+        beside: how many others it shares a call with; at most as many as fit into the timeout and a call.
         """
         if not self.latency.fresh(now_ms):
             return task.expires_ms
-        return math.nextafter(task.expires_ms - self._queues[0].needs_ms(1), math.inf)
+        batcher = self._queues[0]
+        return math.nextafter(task.expires_ms - batcher.needs_ms(min(1 + beside, batcher.fitting())), math.inf)
 
     def split_expired(self, tasks: list[Task], now_ms: float) -> tuple[list[Task], list[Task]]:
         """Return which tasks of a batch can finish in time, and which would expire."""

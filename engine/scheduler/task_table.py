@@ -13,6 +13,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import PIECES, Value
 from weftline.engine.scheduler import estimates, graph, groups, idle, request_table, workers
 from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler.known_path import known_path
 from weftline.engine.scheduler.request import OPEN, Request, Task, ms_text, record_timings
 from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import SchedulerState
@@ -20,6 +21,10 @@ from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.workers import READY
 from weftline.errors import KEEPS_FAILING_TO_START
 from weftline.shm.block import Key
+
+
+LONGER_MS = 1.0
+"""A streaming item that timed out is learned as this much longer than it ran."""
 
 
 def begin(
@@ -33,7 +38,7 @@ def begin(
     state.task_ids += 1
     due_ms = math.inf
     if request.deadline_ms is not None:
-        due_ms = request.deadline_ms - estimates.after_ms(state, request.route, place)
+        due_ms = request.deadline_ms - estimates.after_ms(state, request.route, _path(state, request), place)
     task = Task(state.task_ids, request, place, unit, inputs, keys, state.now_ms, due_ms, element)
     state.live[task.id] = request.tasks[task.id] = task
     if state.sleep.any:
@@ -60,10 +65,31 @@ def begin(
         return
     if state.steps[unit.step].timeout_ms is not None and task.stream_input is None:
         set_timeout(state, task, state.now_ms)
-        if _starts_too_late(state, task):
-            time_out(state, task)
+        wait_ms, queue = _wait_ms(state, task), state.queues[unit.step]
+        if state.now_ms + wait_ms >= queue.latest_start_ms(task, state.now_ms, queue.waiting if wait_ms else 0):
+            time_out(state, task, wait_ms)
             return
     enqueue(state, task)
+
+
+def _path(state: SchedulerState, request: Request) -> bytes:
+    if request.path is None:
+        request.path = known_path(request.route, state.steps, request.values, request.missing, request.active_fallbacks)
+    return request.path
+
+
+def on_path_changed(state: SchedulerState, request: Request) -> None:
+    """Update the due times of the queued tasks of a request with a deadline, when more of its path is known."""
+    request.path, deadline_ms = None, request.deadline_ms
+    if deadline_ms is None:
+        return
+    path = _path(state, request)
+    for task in request.tasks.values():
+        due_ms = deadline_ms - estimates.after_ms(state, request.route, path, task.place)
+        if task.worker < 0 and due_ms != task.due_ms:
+            task.due_ms = due_ms
+            state.queues[task.unit.step].reschedule(task)
+            state.due.add(task.unit.step)
 
 
 # timeouts of steps
@@ -78,20 +104,20 @@ def set_timeout(state: SchedulerState, task: Task, since_ms: float) -> None:
         state.timers.add(max(latest_ms, since_ms), ("timeout", task.id))
 
 
-def _starts_too_late(state: SchedulerState, task: Task) -> bool:
-    """Return True if a task of a step with a timeout would expire behind the work that its workers have now.
+def _wait_ms(state: SchedulerState, task: Task) -> float:
+    """Return the time until a task of a step with a timeout can start: behind the work that its workers have now.
 
-    Elements of one list run in as many rounds as the instances need. A task that may be retried waits: its next attempt
-    has the whole timeout again.
+    Elements of one list run in as many rounds as the instances need. A task that may be retried waits in any case: its
+    next attempt has the whole timeout again.
     """
     queue = state.queues[task.unit.step]
     if state.recovery.may_retry(task, timed_out=True):
-        return False
-    starts_ms = state.now_ms + estimates.busy_ms(state, queue)
+        return 0.0
+    wait_ms = estimates.busy_ms(state, queue)
     if task.element > 0 and not queue.streams:
-        full_ms = queue.latency.shortest_ms(queue.items_max)
-        starts_ms += task.element // (queue.items_max * len(queue.workers)) * full_ms
-    return starts_ms >= queue.latest_start_ms(task, state.now_ms)
+        rounds = task.element // (queue.items_max * max(1, len(queue.workers)))
+        wait_ms += rounds * queue.latency.shortest_ms(queue.items_max)
+    return wait_ms
 
 
 def on_timeout(state: SchedulerState, task: Task) -> None:
@@ -105,9 +131,11 @@ def on_timeout(state: SchedulerState, task: Task) -> None:
         time_out(state, task)
 
 
-def time_out(state: SchedulerState, task: Task) -> None:
-    """Fail a task of which the timeout has ended, or would end before it could have finished: retry it, or fail its
-    unit."""
+def time_out(state: SchedulerState, task: Task, wait_ms: float = 0.0) -> None:
+    """Handle the timeout of a task, which has ended or is certain to: retry the task, or fail its unit.
+
+    wait_ms: the time until it could start.
+    """
     queue = state.queues[task.unit.step]
     message = f"it took longer than its timeout_ms, {queue.step.timeout_ms:g} ms"
     record_timings(state, task, "lost")
@@ -115,7 +143,7 @@ def time_out(state: SchedulerState, task: Task) -> None:
     if at_work:  # the worker keeps it until it answers; the next attempt is another task
         state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
         if queue.streams:  # it is cut short: all that is known is that it takes longer
-            queue.learn(1, math.nextafter(state.now_ms - task.started_ms, math.inf), state.now_ms)
+            queue.learn(1, state.now_ms - task.started_ms + LONGER_MS, state.now_ms)
         task = replace(state, task)
     else:
         queue.discard(task)
@@ -123,9 +151,9 @@ def time_out(state: SchedulerState, task: Task) -> None:
         left_ms = task.expires_ms - state.now_ms
         if left_ms > 0:
             state.counters.late += 1
-            found = f"it needs about {ms_text(queue.latency.run_ms(1))} ms"
-            within = f"{ms_text(left_ms)} ms of its timeout_ms, {queue.step.timeout_ms:g} ms, are left"
-            message = f"by recent measurements {found} and {within}; it was not started"
+            needs = f"it needs about {ms_text(wait_ms + queue.latency.run_ms(1))} ms, waiting included"
+            left = f"has {ms_text(left_ms)} ms left of its timeout_ms, {queue.step.timeout_ms:g} ms"
+            message = f"by recent measurements {needs}, and {left}; it was not started"
     fail(state, task, "DeadlineExceeded", message, queue.name, timed_out=True, at_work=at_work)
 
 
