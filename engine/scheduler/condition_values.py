@@ -20,24 +20,33 @@ _FORMATS = {
 def peek(value: Value) -> Any:
     """Return what a condition sees of `value`; ValueError when it is too large or of a kind that conditions cannot see.
 
-    json: as it is; text: a str; detections: the list of their labels; list: a list of that length, its elements unseen;
-    a tensor of one element: a number; absent: None.
+    json: as it is; text: a str; detections: the list of their labels; a tensor of one element: a number; a tensor of one
+    axis: the list of its numbers; list: the list of what is seen of its elements, None for those that are not seen;
+    absent: None.
     """
     if value.kind == "absent":
         return None
     if value.items is not None:
-        return [None] * len(value.items)
+        return [_seen(one) for one in value.items]
     if value.data is None:
         raise ValueError(
             f"a condition reads a {value.kind} of {value.size_bytes} bytes; the most is {INLINE_BYTES_MAX}"
         )
-    number = value.kind == "tensor" and value.dtype in _FORMATS and all(size == 1 for size in value.shape)
+    flat = len(value.shape) == 1 or all(size == 1 for size in value.shape)
+    number = value.kind == "tensor" and value.dtype in _FORMATS and flat
     if not number and value.kind not in ("text", "json", "detections"):
         raise ValueError(f"a condition cannot read {value.dtype or value.kind}{list(value.shape) or ''}")
     try:
         return _decoded(value, value.data)
     except (struct.error, msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
         raise ValueError(f"{value.size_bytes} bytes that hold no {value.kind}") from None
+
+
+def _seen(value: Value) -> Any:
+    try:
+        return peek(value)
+    except ValueError:
+        return None
 
 
 def _decoded(value: Value, data: bytes) -> Any:
@@ -47,7 +56,9 @@ def _decoded(value: Value, data: bytes) -> Any:
         return msgspec.msgpack.decode(data)
     if value.kind == "detections":
         return _labels(data)
-    return struct.unpack(f"={_FORMATS[value.dtype]}", data)[0]
+    count = value.shape[0] if value.shape and value.shape != (1,) * len(value.shape) else 1
+    found = struct.unpack(f"={count}{_FORMATS[value.dtype]}", data)
+    return found[0] if count == 1 and all(size == 1 for size in value.shape) else list(found)
 
 
 def _labels(data: bytes) -> list[str]:

@@ -57,7 +57,7 @@ def _estimate(state: SchedulerState, route: Route, path: bytes) -> tuple[float, 
 def _compute(state: SchedulerState, route: Route, path: bytes) -> tuple[list[float], float]:
     costs = _Costs(state, route, path)
     run, after = costs.run, [0.0] * len(route.units)
-    for place in range(len(route.units) - 1, -1, -1):
+    for place in route.order:
         after[place] = max(
             (costs.after_wait(n, run[place]) + after[n] for n in route.next[place] if path[n] != DORMANT),
             default=0.0,

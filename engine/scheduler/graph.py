@@ -169,6 +169,11 @@ def failed(
 ) -> None:
     """Handle a unit that failed for good: call its fallback, or fail the request."""
     _abandon_unit(state, request, place)
+    if state.steps[request.route.units[place].steps[-1]].absent_on_failure:
+        _produce_all(state, request, place, (ABSENT,) * len(request.route.units[place].returns))
+        if request.stream_inputs:
+            streams.on_unit_over(state, request, place)
+        return
     fallback = request.route.fallbacks.get(place)
     if fallback is None:
         request_table.end(state, request, "fail", error, message, step, traceback, param)
@@ -238,6 +243,10 @@ def _skip(state: SchedulerState, request: Request, place: int) -> None:
     name = state.steps[request.route.units[place].step].name
     request.timings.append(StepTiming(name, 0.0, 0.0, 0, started_ms=state.now_ms, outcome="skipped"))
     called = request.active_fallbacks.get(place)
+    if called is not None and state.steps[request.route.units[place].step].absent_on_failure:
+        settle(state, request, place)
+        _produce_all(state, request, place, (ABSENT,) * len(request.route.units[place].returns))
+        return
     if called is not None:  # a skipped fallback: the unit that it replaces has failed
         settle(state, request, place)
         request_table.end(
@@ -264,7 +273,9 @@ def _decide(state: SchedulerState, request: Request, place: int, unit: Unit) -> 
         return
     values = [request.values.get(slot) for slot in unit.slots]
     if unit.control == "passes":
-        if request.missing[place] == 0:
+        if request.missing[place] == 0 and any(value is not None and value.kind == "absent" for value in values):
+            _skip(state, request, place)  # the step whose outputs it passes on was skipped
+        elif request.missing[place] == 0:
             _pass_chosen(state, request, place, unit, tuple(range(len(values))))
         return
     at = _first(values) if unit.control == "first" else _switch(state, request, place, unit, values)

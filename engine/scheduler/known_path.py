@@ -101,6 +101,8 @@ def chosen_case(step: PlannedStep, by: Value) -> int | None:
     if by.kind == "absent":
         return None
     found = peek(by)
+    if by.kind == "tensor" and isinstance(found, list):
+        raise ValueError(f"a switch cannot read {by.dtype}{list(by.shape)}")
     cases = (
         at
         for at, case in enumerate(step.cases, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
 from weftline.engine.protocol.messages import Chain, Stage
 from weftline.errors import InputError
@@ -92,6 +93,7 @@ class Route:
     fallbacks:      by the unit that they replace.
     required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
     waits_for:      for each unit of a fallback's group, the fallback.
+    order:          the units, each after those that read its outputs.
     deciding:       slots whose values decide which units run: read by conditions, switches and `map:`. Inputs of the
                     pipeline are left out: they are known from the start.
     fixed_path:     the known path of every request, see known_path.py; None if it depends on the request.
@@ -109,6 +111,7 @@ class Route:
     waits_for: dict[int, int]
     required_steps: frozenset[int]
     outputs: tuple[str, ...]
+    order: tuple[int, ...] = ()
     deciding: frozenset[int] = frozenset()
     fixed_path: bytes | None = None
 
@@ -180,6 +183,7 @@ class Routes:
             for place in one.group:
                 missing[place] += 1
         inputs = len(self._plan.inputs)
+        after = _next_units(units, readers, fallbacks)
         return Route(
             units=units,
             readers=tuple(map(tuple, readers)),
@@ -190,7 +194,7 @@ class Routes:
             outputs_at=tuple(map(tuple, names)),
             tickets=tuple(len(read) + len(answered) for read, answered in zip(readers, names)),
             missing=tuple(missing),
-            next=_next_units(units, readers, fallbacks),
+            next=after,
             entries=tuple(
                 place
                 for place, unit in enumerate(units)
@@ -207,6 +211,7 @@ class Routes:
             ),
             waits_for={place: one.unit for one in fallbacks.values() for place in one.group},
             outputs=outputs,
+            order=tuple(TopologicalSorter(dict(enumerate(after))).static_order()),
             deciding=frozenset(slot for unit in units for slot in _deciding(unit) if slot >= inputs),
             fixed_path=bytes([KNOWN] * len(units)) if not fallbacks and all(unit.plain for unit in units) else None,
         )

@@ -15,7 +15,7 @@ from weftline.pipelines.check.checked import Checked, CheckedStep, mismatch
 from weftline.pipelines.check.problems import Report, did_you_mean, listed, nearest
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
 from weftline.pipelines.placement.place import instance_count
-from weftline.pipelines.spec.constants import PASSES
+from weftline.pipelines.spec.constants import ABSENT, PASSES, shared_fallback
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.pipelines.spec.wire import Wire
@@ -138,10 +138,16 @@ def check_fallbacks(checked: Checked, report: Report) -> None:
         if not isinstance(step.fallback, str) or (step.name in checked.steps and checked.steps[step.name].control):
             continue
         path, named = f"steps.{step.name}.fallback", step.fallback
+        if named == ABSENT:
+            if any(one.name == ABSENT for one in pipeline.steps):
+                found = "means that the step's outputs are absent, and a step has that name"
+                report.add(path, f"{ABSENT} {found}", fix="rename the step")
+            continue
         wrong = _unfit(step, named, pipeline, graph, checked)
         if wrong is None and named in owners:
             found = f"{named} is the fallback of {owners[named]} already"
-            wrong = found, "a step that is the fallback of this one only", "write a second step like it"
+            fix = f"write a second step like it, or read {named} somewhere: then it always runs, and both can name it"
+            wrong = found, "a step that is the fallback of this one only", fix
         owners.setdefault(named, step.name)
         if wrong is not None:
             report.add(path, *wrong)
@@ -163,18 +169,32 @@ def _unfit(step: Step, named: str, pipeline: Pipeline, graph: nx.DiGraph, checke
     if named in checked.steps and checked.steps[named].control in ("first", "switch"):
         node = checked.steps[named].step.node
         return f"{named} is a {node} step, which runs nothing", "a step that runs something, or constants", ""
-    ring = _ring(step.name, fallbacks_of(pipeline))
+    ring = _ring(step.name, _targets(pipeline))
     if ring:
         return f"the fallbacks form a cycle: {' -> '.join(ring)}", "", "remove one of them"
     if nx.has_path(graph, step.name, named):
-        return f"{named} depends on {step.name}", "a step that can run when this one has failed", ""
-    if nx.has_path(graph, named, step.name):
-        return f"{step.name} depends on {named}", "a step that runs only when this one has failed", ""
-    reader = next((path for path, wire in readers(pipeline) if wire.step == named), None)
-    if reader is not None:
-        found = f"{named} is read by {reader}; a fallback replaces one step and has no other readers"
-        return found, "", f"read {step.name} there, or write a second step like {named}"
+        source = _targets(pipeline)[step.name]
+        return f"{source} depends on {step.name}", "a step that can run when this one has failed", ""
+    if _waits_for_itself(named, pipeline, graph):
+        source = _targets(pipeline)[step.name]
+        found = f"{source} depends on the output of {step.name}, through the fallback of another step"
+        return found, "a step that can run when this one has failed", ""
     return None
+
+
+def _targets(pipeline: Pipeline) -> dict[str, str]:
+    """Return the fallback of each step as it was written: for a shared one, the step whose outputs are passed on."""
+    steps = {step.name: step for step in pipeline.steps}
+    named = fallbacks_of(pipeline)
+    return {name: (steps[to].node == PASSES and shared_fallback(steps[to])) or to for name, to in named.items()}
+
+
+def _waits_for_itself(named: str, pipeline: Pipeline, graph: nx.DiGraph) -> bool:
+    """Return True if a fallback waits for an output that it may have to produce."""
+    waits = graph.copy()
+    for owner, fallback in fallbacks_of(pipeline).items():
+        waits.add_edges_from((fallback, reader) for reader in graph.successors(owner))
+    return any(nx.has_path(waits, after, named) for after in waits.successors(named))
 
 
 def _ring(start: str, fallbacks: dict[str, str]) -> list[str]:
@@ -192,7 +212,11 @@ def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, s
         wanted = checked.source(Wire(name, port))
         if wanted is None:
             continue
-        given = checked.source(Wire(fallback, port))
+        given, shared = checked.source(Wire(fallback, port)), ""
+        if checked.steps[fallback].step.node == PASSES:
+            shared = shared_fallback(checked.steps[fallback].step)
+        if given is None and shared:
+            continue  # the wire is reported
         if given is None and checked.steps[fallback].step.node == PASSES:
             yield f"no constant for {port}, which is read", f"add `{port}: <value>` to it"
         elif given is None:
@@ -200,8 +224,9 @@ def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, s
             yield f"{fallback} has no output {port}, which is read", f"give {fallback} an output {port} (it has {near})"
         elif not checked.sizes.fit(*given, *wanted):
             settle = checked.sizes.settle
-            problem = mismatch("", settle(*given), f"{fallback}.{port}", settle(*wanted), ())
-            yield f"{name}.{port} is {settle(*wanted)}, {fallback}.{port} is {settle(*given)}", problem.fix
+            source = f"{shared or fallback}.{port}"
+            problem = mismatch("", settle(*given), source, settle(*wanted), ())
+            yield f"{name}.{port} is {settle(*wanted)}, {source} is {settle(*given)}", problem.fix
 
 
 def _read_of(name: str, checked: Checked) -> list[str]:

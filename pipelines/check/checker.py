@@ -239,6 +239,8 @@ def _take_fallback(step: Step, owner: str, checked: Checked, report: Report) -> 
         return
     known = [port.name for port in checked.steps[owner].ports.outputs]
     for port, wire in step.inputs.items():
+        if wire.step is not None:
+            continue  # it passes on the outputs of a step
         path, source = f"steps.{owner}.fallback.{port}", checked.source(Wire(owner, port))
         if source is not None:
             _take_constant(path, wire, checked.sizes.settle(*source), checked, report)

@@ -13,12 +13,13 @@ from typing import Any
 
 import networkx as nx
 
-from weftline.nodes.control import BY, DEFAULT, cases_of, is_number
+from weftline.nodes.control import BY, DEFAULT, NUMBERS, cases_of, is_number
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import Checked, CheckedStep
 from weftline.pipelines.check.problems import Report
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
 from weftline.pipelines.spec.condition import Condition, Tree, all_of, any_of, equals, none_of
+from weftline.pipelines.spec.constants import ABSENT
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 
@@ -35,7 +36,10 @@ def check_conditions(checked: Checked, report: Report) -> None:
             report.add(f"steps.{step.name}.when", found, _SEEN, fix)
 
 
-_SEEN = "text, json, detections (the list of their labels), a tensor known to have one element, or len(x) of a list"
+_SEEN = (
+    "text, json, detections (the list of their labels), a tensor known to have one element, len(x), max(x) and min(x)"
+    " of a list, max(x) and min(x) of a tensor of one axis"
+)
 _FIX = "compute the needed value in a function step"
 
 
@@ -53,7 +57,18 @@ def _unseen(when: Condition, checked: Checked) -> list[tuple[str, str]]:
 
 
 def _visible(type: PortType) -> bool:
-    return type.kind in ("json", "text", "detections", "any", "list") or is_number(type)
+    return type.kind in ("json", "text", "detections", "any", "list") or is_number(type) or _is_flat(type)
+
+
+def _is_flat(type: PortType) -> bool:
+    """Return True for a tensor of one axis, of which a condition can use the extremes."""
+    return type.kind == "tensor" and type.dtype in NUMBERS and type.dims is not None and len(type.dims) == 1
+
+
+def _has_order(type: PortType) -> bool:
+    """Return True if a condition can compare the elements of a list or a tensor."""
+    item = type.item
+    return _is_flat(type) or (item is not None and (item.kind in ("json", "text", "any") or is_number(item)))
 
 
 def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare: bool) -> list[str]:
@@ -64,8 +79,14 @@ def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare
     match tree:
         case ("wire", index):
             type = types[index]
-            is_list = type is not None and type.kind == "list" and not bare
-            return [f"{when.wires[index]} is {type}, of which a condition can only use the length"] if is_list else []
+            if type is None or is_number(type):
+                return []
+            extremes = "max(x) and min(x)"
+            if _is_flat(type):
+                return [f"{when.wires[index]} is {type}, of which a condition can only use {extremes}"]
+            uses = f"len(x), {extremes}" if _has_order(type) else "the length"
+            found = f"{when.wires[index]} is {type}, of which a condition can only use {uses}"
+            return [found] if type.kind == "list" and not bare else []
         case ("key", ("wire", index), key):
             type = types[index]
             labels = type is not None and type.kind == "detections" and isinstance(key, int)
@@ -74,13 +95,18 @@ def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare
             return [f"{when.wires[index]} is {type}, which has no {key} in it"]
         case ("len", inner):
             return _misread(inner, when, types, bare=True)
+        case ("max" | "min", _, ("wire", index)):
+            type = types[index]
+            if type is None or type.kind in ("json", "any", "detections") or _has_order(type):
+                return []
+            return [f"{when.wires[index]} is {type}, of which a condition has no {tree[0]}"]
         case ("==" | "!=", left, right):
             missing = ("value", None) in (left, right)
             return [*_misread(left, when, types, missing), *_misread(right, when, types, missing)]
         case ("value", _):
             return []
     bare = tree[0] in ("and", "or", "not")
-    return [text for part in tree[1:] if isinstance(part, tuple) for text in _misread(part, when, types, bare)]
+    return [text for part in tree[1:] if isinstance(part, tuple) and part for text in _misread(part, when, types, bare)]
 
 
 # what may be absent
@@ -103,7 +129,7 @@ def conditional(checked: Checked) -> frozenset[str]:
 
 
 def _may_skip(one: CheckedStep, absent: set[Wire]) -> bool:
-    if one.step.when is not None:
+    if one.step.when is not None or one.step.fallback == ABSENT:
         return True
     lacking = [port.name for port in one.ports.inputs if one.step.inputs.get(port.name) in absent]
     if one.control == "first":

@@ -53,7 +53,7 @@ def _from(head: int, steps: Sequence[PlannedStep], present: Collection[str], apa
 
 def _is_simple(step: PlannedStep) -> bool:
     """Return True when an item of this step always runs exactly once, in its worker."""
-    special = (step.when, step.fallback, step.retry, step.timeout_ms, step.sequence)
+    special = (step.when, step.fallback, step.absent_on_failure or None, step.retry, step.timeout_ms, step.sequence)
     never = step.streams or step.control or step.map or step.conditional or step.batch.pad
     return bool(step.workers) and not never and all(one is None for one in special)
 

@@ -55,6 +55,7 @@ class PlannedStep:
     default:    of a switch, True when its last input is used if no case matches.
     when:       the step is skipped where this is false; includes the guard of a step that serves switch cases only.
     fallback:   the step that replaces it on failure; that step runs for no other reason.
+    absent_on_failure: its outputs are absent when it fails.
     retry, timeout_ms, map, sequence: as in graph.Step; `sequence` is set for every stateful node.
     idempotent: may run twice for one item.
     finite:     an item fails whose outputs hold NaN or an infinite number.
@@ -88,6 +89,7 @@ class PlannedStep:
     default: bool = False
     when: Condition | None = None
     fallback: str | None = None
+    absent_on_failure: bool = False
     retry: Retry | None = None
     idempotent: bool = True
     timeout_ms: float | None = None

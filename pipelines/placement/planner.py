@@ -25,6 +25,7 @@ from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput,
 from weftline.pipelines.placement.profile_file import Profile
 from weftline.pipelines.placement.transfers import device_edges, with_transfers
 from weftline.pipelines.spec.condition import Condition, all_of
+from weftline.pipelines.spec.constants import ABSENT
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.spec.wire import Wire
@@ -198,7 +199,8 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         cases=cases,
         default=default,
         when=step.when,
-        fallback=step.fallback if isinstance(step.fallback, str) else None,
+        fallback=step.fallback if isinstance(step.fallback, str) and step.fallback != ABSENT else None,
+        absent_on_failure=step.fallback == ABSENT,
         retry=step.retry,
         idempotent=node.idempotent if step.idempotent is None else step.idempotent,
         finite=step.finite,

@@ -139,6 +139,7 @@ def notes(step: PlannedStep) -> list[str]:
         found.append(f"tried again {step.retry.attempts} time{'s' if step.retry.attempts > 1 else ''}")
     found += [f"times out after {step.timeout_ms:g} ms"] if step.timeout_ms is not None else []
     found += [f"else {step.fallback}"] if step.fallback else []
+    found += ["else absent"] if step.absent_on_failure else []
     if step.idle is not None:
         found.append(f"sleeps after {step.idle.after_s:g} s without work, keeps {_KEPT[step.idle.keep]}")
     found += [f"{step.reserved} of {len(step.workers)} instances take no job rows"] if step.reserved else []

@@ -123,7 +123,7 @@ class Builder:
         node:     a reference as in YAML, a node class, or a Config of one (`Yolo.Config(model=...)`).
         pipeline: a pipeline file that runs as this step, instead of a node.
         inputs:   wires of ports whose names are not Python identifiers; use keywords for all others.
-        fallback: a step, its name, or constants by output port.
+        fallback: a step, its name, constants by output port, or "absent".
         given:    a wire is an input port, any other value an option of the node.
         All other keywords are those of a pipeline file.
         """

@@ -1,6 +1,7 @@
 """Parser and evaluator of `when:` conditions: side-effect-free expressions over wire values.
 
     guard.verdict.action == "block"        kind.label in ["cat", "dog"] and not skip        len(see.detections) > 0
+    max(small.scores) < 0.8                max(look.sizes, default=0) > min(limit, 100)
 
 Python's parser reads the text, and its tree is translated. Anything that is not in `ALLOWED` is refused. Nothing is
 called, and no attribute of a Python object is read: a name after a dot is a key of a JSON value. Comparisons, `in`,
@@ -52,6 +53,8 @@ class Evaluation:
                 if not isinstance(found, str | list | tuple | Mapping):
                     raise ValueError(f"{_written(inner, self._wires)} is {_kind(found)}, which has no len")
                 return len(found)
+            case ("max" | "min" as name, default, *parts):
+                return self._extreme(name, default, parts)
             case ("not", inner):
                 return not self.value(inner)
             case ("and" | "or" as word, *parts):
@@ -71,6 +74,26 @@ class Evaluation:
                     ]
                     raise ValueError(f"{f' {sign} '.join(sides)} cannot be decided") from None
         raise ValueError(f"unknown operator {tree[0]!r} in a condition tree")
+
+    def _extreme(self, name: str, default: Tree, parts: Sequence[Tree]) -> Any:
+        """Return the largest or smallest of several values, or of the elements of one list."""
+        found = [self.value(part) for part in parts]
+        if len(parts) == 1 and isinstance(found[0], int | float):
+            return found[0]  # of a tensor that happens to have one element
+        if len(parts) == 1:
+            if not isinstance(found[0], list | tuple):
+                raise ValueError(f"{_written(parts[0], self._wires)} is {_kind(found[0])}, not a list")
+            found = list(found[0])
+        if not found and default:
+            return self.value(default)
+        written = _written((name, default, *parts), self._wires)
+        if not found:
+            raise ValueError(f"{written} of an empty list; write {name}(x, default=...)")
+        try:
+            return max(found) if name == "max" else min(found)
+        except TypeError:
+            kinds = ", ".join(dict.fromkeys(map(_kind, found)))
+            raise ValueError(f"{written} of {kinds} cannot be decided") from None
 
     def _inside(self, inner: Tree, key: str | int) -> Any:
         found = self.value(inner)
@@ -104,6 +127,9 @@ def _written(tree: Tree, wires: Sequence[Wire]) -> str:
             return f"{_written(inner, wires)}[{literal(key)}]"
         case ("len", inner):
             return f"len({_written(inner, wires)})"
+        case ("max" | "min" as name, default, *inner):
+            more = [f"default={_written(default, wires)}"] if default else []
+            return f"{name}({', '.join([*(_written(part, wires) for part in inner), *more])})"
         case ("not", inner):
             return f"not {_written(inner, wires)}"
     parts = tree[1:]
@@ -125,7 +151,7 @@ DEPTH_MAX = 32
 
 ALLOWED = (
     "wires (step.port, or an input), keys (x.key, x['key'], x[0]), text, numbers, true, false, null, [lists], "
-    "== != < <= > >=, in, not in, and, or, not, len(x), brackets"
+    "== != < <= > >=, in, not in, and, or, not, len(x), max(x), min(x), max(x, default=0), max(a, b), brackets"
 )
 """Allowed syntax of a condition, for messages."""
 
@@ -137,6 +163,7 @@ class Condition:
     text:  as written.
     wires: its wires, each once.
     tree:  nested tuples: ("wire", index), ("key", tree, name), ("value", constant), ("len", tree), ("not", tree),
+           ("max" or "min", default, trees...), where () is no default and a single tree is a list,
            ("and", trees...), ("or", trees...), and (operator, left, right) with one of == != < <= > >= in not-in.
     """
 
@@ -233,7 +260,7 @@ def _replaced(tree: Tree, wires: Sequence[Tree]) -> Tree:
     """Return the tree with each wire replaced by the tree at its index."""
     if tree[0] == "wire":
         return wires[tree[1]]
-    if tree[0] == "value":
+    if not tree or tree[0] == "value":
         return tree
     return tuple(_replaced(part, wires) if isinstance(part, tuple) else part for part in tree)
 
@@ -279,6 +306,8 @@ class _Reader:
                 return ("key", self.tree(inner, depth + 1), self._key(key))
             case ast.Call(func=ast.Name(id="len"), args=[inner], keywords=[]) if not isinstance(inner, ast.Starred):
                 return ("len", self.tree(inner, depth + 1))
+            case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, *_], keywords=keywords):
+                return self._extreme(node, name, keywords, depth)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
                 return ("not", self.tree(inner, depth + 1))
             case ast.BoolOp(op=op, values=parts):
@@ -288,6 +317,16 @@ class _Reader:
                 return self._compared(node, depth)
             case _:
                 return ("value", self._constant(node, depth))
+
+    def _extreme(self, node: ast.Call, name: str, keywords: Sequence[ast.keyword], depth: int) -> Tree:
+        """Return max(...) or min(...) of one list, which may be empty if there is a default, or of several values."""
+        single = len(node.args) == 1
+        if any(one.arg != "default" for one in keywords) or (keywords and not single) or len(keywords) > 1:
+            raise self._refusal(node, f"{name} is written {name}(x), {name}(x, default=0) or {name}(a, b)")
+        if any(isinstance(one, ast.Starred) for one in node.args):
+            raise self._refusal(node, f"{name} is written {name}(x), without *")
+        default = self.tree(keywords[0].value, depth + 1) if keywords else ()
+        return (name, default, *(self.tree(one, depth + 1) for one in node.args))
 
     def _wire(self, wire: Wire) -> Tree:
         return ("wire", self.wires.setdefault(wire, len(self.wires)))
@@ -335,7 +374,7 @@ def _what(node: ast.expr) -> str:
     """Describe syntax that a condition cannot contain."""
     match node:
         case ast.Call():
-            return "nothing can be called but len(x)"
+            return "nothing can be called but len(x), max(...) and min(...)"
         case ast.BinOp(op=ast.Sub()):
             return "nothing can be computed (a name with a - in it cannot be used here: rename it)"
         case ast.BinOp() | ast.UnaryOp():

@@ -61,7 +61,7 @@ class Step:
     device:     'auto', 'cpu', 'cuda', 'cuda:1'.
     run_max_ms: longest one call of the node may take before its worker is killed; None means 10 minutes.
     when:       a condition; where it is false the step is skipped and its outputs are absent.
-    fallback:   a step that replaces this one when it fails or times out, or constants by output port.
+    fallback:   a step that replaces this one when it fails or times out, constants by output port, or 'absent'.
     retry:      retry policy; None: one retry after a worker's death.
     idempotent: the step may run twice for one item; None: as declared by the node.
     finite:     an item fails whose outputs hold NaN or an infinite number.

@@ -261,7 +261,7 @@ class StepEntry(Strict):
     """Upper limit for one item, waiting included; then the step has failed."""
 
     fallback: AnyFallback | None = None
-    """Replacement when the step fails or times out: the name of another step, or constants by output port."""
+    """Replacement when the step fails or times out: another step, constants by output port, or `absent`."""
 
     idempotent: bool | None = None
     """The step may run twice for one item; default: as declared by its node."""

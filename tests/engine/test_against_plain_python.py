@@ -20,6 +20,7 @@ import pytest
 from tests.engine import plain_steps, reuse_steps
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
+from weftline.errors import StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.builder import Builder, constant
@@ -59,12 +60,15 @@ class Draw:
         self.steps: dict[str, Drawn] = {}
         self.kinds = {"q": "text", "more": "text", "texts": "list"}  # of inputs and steps, by name
         self.outputs: list[str] = []
+        self.shared: set[str] = set()  # steps that are fallbacks and outputs
         for place in range(self.rng.randint(4, 12)):
             self.step(f"s{place}")
         read = {wire for one in self.steps.values() for wire in [*one.reads.values(), *(one.when or ())[:1]]}
         stand_ins = {one.fallback for one in self.steps.values() if isinstance(one.fallback, str)}
         loose = [name for name in self.steps if name not in read | stand_ins]
-        self.outputs = loose + [name for name in self.kinds if name in read and self.rng.random() < 0.3]
+        loose = [name for name in loose if name not in self.shared]
+        self.outputs = loose + [name for name in self.kinds if name in read - self.shared and self.rng.random() < 0.3]
+        self.outputs += [name for name in self.steps if name in self.shared and name not in loose]
 
     def step(self, name: str) -> None:
         node = self.rng.choice([*TAKES, *FAILING, "first", "switch", "switch"])
@@ -97,6 +101,15 @@ class Draw:
 
     def with_fallback(self, one: Drawn) -> Drawn:
         constants: dict[str, Any] = {"text": "sorry", "list": ["so", "sorry"], "numbers": [1.0, 2.0]}
+        draw = self.rng.random()
+        if draw < 0.2:
+            return Drawn(**vars(one) | {"fallback": "absent"})
+        found = [name for name, kind in self.kinds.items() if kind == one.gives and name in self.steps]
+        others = [name for name in found if self.steps[name].node in TAKES]
+        if draw < 0.4 and others:  # a step that always runs where an output is wanted, and is read by an output
+            shared = self.rng.choice(others)
+            self.shared.add(shared)
+            return Drawn(**vars(one) | {"fallback": shared})
         if one.gives != "text" or self.rng.random() < 0.4:
             return Drawn(**vars(one) | {"fallback": {"output": constants[one.gives]}})
         stand_in = Drawn(f"{one.name}_else", "mark", {"a": self.rng.choice(["q", "constant"])}, "text")
@@ -123,6 +136,10 @@ class Draw:
 
 
 ABSENT = object()
+
+
+class NoAnswer(Exception):
+    """A step has failed, and its fallback was skipped: the request fails."""
 
 
 class Plain:
@@ -155,8 +172,13 @@ class Plain:
             return _call(one.node, given)
         except ValueError:
             self.failed.add(one.name)
+            if one.fallback == "absent":
+                return ABSENT
             if isinstance(one.fallback, str):
-                return self.value(one.fallback)
+                value = self.value(one.fallback)
+                if value is ABSENT:
+                    raise NoAnswer from None
+                return value
             constant = one.fallback["output"]
             return np.array(constant, np.float32) if one.gives == "numbers" else constant
 
@@ -225,16 +247,28 @@ def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[
         wanted = rng.sample(drawn.outputs, rng.randint(1, len(drawn.outputs)))
         requests.append(({name: value for name, value in inputs.items() if name in names}, wanted))
     with ThreadPoolExecutor(12) as callers:
-        results = list(callers.map(lambda one: session.run(RequestOptions(outputs=one[1]), **one[0]), requests))
+        results = list(callers.map(lambda one: _answer(session, *one), requests))
     for (inputs, wanted), result in zip(requests, results):
         plain = Plain(drawn.steps, {"more": ABSENT, **inputs})
+        if isinstance(result, StepError):
+            with pytest.raises(NoAnswer):
+                [plain.value(name) for name in wanted]
+            continue
         for name in wanted:
             value = plain.value(name)
             assert same(result[name], None if value is ABSENT else value), (seed, name, inputs, pipeline.to_yaml())
         ran = {timing.step for timing in result.timings if timing.outcome in ("ok", "failed")}
         failed = {timing.step for timing in result.timings if timing.outcome == "failed"}
-        owners = {one.fallback: one.name for one in drawn.steps.values() if isinstance(one.fallback, str)}
+        named = [one for one in drawn.steps.values() if isinstance(one.fallback, str)]
+        owners = {one.fallback: one.name for one in named if one.fallback not in {"absent", *drawn.shared}}
         assert {owners[name] for name in ran & owners.keys()} <= failed, "a fallback runs only when its step has failed"
+
+
+def _answer(session: Session, inputs: Mapping[str, Any], wanted: Sequence[str]) -> Any:
+    try:
+        return session.run(RequestOptions(outputs=wanted), **inputs)
+    except StepError as error:
+        return error
 
 
 FUNCTIONS = (

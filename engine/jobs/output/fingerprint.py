@@ -26,6 +26,7 @@ from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model
 from weftline.nodes.user_code import locate
 from weftline.pipelines.placement.plan import Plan, PlannedStep
+from weftline.pipelines.spec.constants import ABSENT
 from weftline.pipelines.spec.document import without_secrets
 
 WHOLE_BYTES_MAX = 64 << 20
@@ -103,7 +104,7 @@ def _step(step: PlannedStep) -> dict[str, Any]:
         "batch": [batch.items_max, batch.sizes, batch.shapes, batch.pad, batch.pad_value],
         "control": [step.control, step.cases, step.default],
         "when": None if step.when is None else step.when.text,
-        "fallback": step.fallback,
+        "fallback": ABSENT if step.absent_on_failure else step.fallback,
         "map": step.map,
         "remembers": step.sequence is not None,
     }

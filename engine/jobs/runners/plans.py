@@ -91,7 +91,7 @@ def _hindrances(step: PlannedStep) -> Mapping[str, bool]:
         "keeps state between requests": step.sequence is not None,
         "has a condition": step.when is not None,
         "runs for each element of a list": bool(step.map),
-        "has a fallback": step.fallback is not None,
+        "has a fallback": step.fallback is not None or step.absent_on_failure,
         "has a retry policy": step.retry is not None,
         "has a timeout_ms": step.timeout_ms is not None,
         "pads its inputs": bool(step.batch.pad),

@@ -29,6 +29,9 @@ def tensor(dtype: str, code: str, value: Any, shape: tuple[int, ...] = ()) -> Va
         (tensor("float16", "e", 0.5), 0.5),
         (ABSENT, None),
         (Value("list", items=(ABSENT, ABSENT)), [None, None]),
+        (Value("list", items=(Value("text", data=b"a"), Value("bytes", data=b"b"))), ["a", None]),
+        (Value("tensor", "int16", (2,), b"\x01\x00\x02\x00"), [1, 2]),
+        (Value("tensor", "int16", (0,), b""), []),
         (Value("list", items=()), []),
     ],
 )
@@ -45,7 +48,8 @@ def test_of_detections_the_labels_are_seen() -> None:
     ("value", "reported"),
     [
         (Value("json", place=Place(1, 0, 70_000, 0, 1)), "a condition reads a json of 70000 bytes; the most is"),
-        (Value("tensor", "float32", (2,), bytes(8)), r"a condition cannot read float32\[2\]"),
+        (Value("tensor", "float32", (2, 2), bytes(16)), r"a condition cannot read float32\[2, 2\]"),
+        (Value("tensor", "float32", (3,), bytes(8)), "8 bytes that hold no tensor"),
         (Value("bytes", data=b"x"), "a condition cannot read bytes"),
         (Value("json", data=b"\xc1"), "1 bytes that hold no json"),
         (Value("text", data=b"\xff"), "1 bytes that hold no text"),

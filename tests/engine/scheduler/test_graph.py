@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.engine.scheduler_harness import SchedulerHarness, items
 from weftline.engine.protocol import messages as msg
 from weftline.errors import StepError
@@ -382,3 +386,114 @@ def test_values_that_travel_in_memory_are_held_until_the_list_is_delivered() -> 
     assert one in harness.ended
     assert harness.scheduler.ledger.stats().blocks == 2
     assert harness.is_clean()
+
+
+# failures that count as absent, and fallbacks that others read
+
+
+def failing(**more: Any) -> tuple[Builder, Any, Any]:
+    p = Builder("failing")
+    x = p.input("x", "json")
+    return p, x, p.step("a", "echo", type="json", value=x, **more)
+
+
+def drawn_failure(value: object) -> StepError:
+    return StepError("drawn")
+
+
+def test_a_failure_counts_as_absent() -> None:
+    p, x, a = failing(fallback="absent")
+    p.output("y", a.value)
+    p.output("z", p.step("after", "echo", type="json", value=a.value).value)
+    p.output("first", p.step("best", "first", one=a.value, two=x).value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.answer("a", drawn_failure)
+    assert [harness.output(one, name) for name in ("y", "z", "first")] == [None, None, 1]
+    assert harness.steps_of(one) == [("a", "failed"), ("after", "skipped")]
+    assert harness.is_clean()
+
+
+def test_a_timeout_and_a_dead_worker_count_as_absent_too() -> None:
+    p, _, a = failing(fallback="absent", timeout_ms=50, retry=1)
+    p.output("y", a.value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.advance(101)
+    assert harness.output(one) is None
+    harness.answer("a")
+    harness.crash()
+    assert harness.output(harness.submit(x=2)) is None
+    assert harness.is_clean()
+
+
+def test_a_list_with_a_failed_element_counts_as_absent() -> None:
+    p = Builder("listed")
+    p.output("y", p.step("a", "echo", type="json", value=p.input("x", "list[json]"), map="value", batch={"items_max": 2},
+                         fallback="absent").value)  # fmt: skip
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=items(1, 2))
+    harness.answer("a", lambda x: StepError("drawn") if x == 2 else x)
+    assert harness.output(one) is None and harness.is_clean()
+
+
+def test_the_fallback_of_a_fallback_may_be_absent() -> None:
+    p, x, a = failing(fallback="b")
+    p.step("b", "echo", type="json", value=x, fallback="absent")
+    p.output("y", a.value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.answer("a", drawn_failure)
+    harness.answer("b", drawn_failure)
+    assert harness.output(one) is None and harness.is_clean()
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_a_fallback_that_others_read_runs_once_whatever_ends_first(order: tuple[str, str]) -> None:
+    p, x, a = failing(fallback="b")
+    b = p.step("b", "echo", type="json", value=x)
+    p.output("y", a.value)
+    p.output("z", b.value)
+    harness = SchedulerHarness(p)
+    one, two = harness.submit(x=1), harness.submit(x=2)
+    for _ in range(2):
+        for name in order:
+            harness.answer(name, lambda x: StepError("drawn") if (name, x) == ("a", 1) else (name, x))
+    assert (harness.output(one), harness.output(one, "z")) == (["b", 1], ["b", 1])
+    assert (harness.output(two), harness.output(two, "z")) == (["a", 2], ["b", 2])
+    assert harness.is_clean()
+
+
+def test_a_step_may_fall_back_to_its_own_source() -> None:
+    p = Builder("refine")
+    draft = p.step("draft", "echo", type="json", value=p.input("x", "json"))
+    p.output("y", p.step("refine", "echo", type="json", value=draft.value, fallback="draft").value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.answer("draft")
+    harness.answer("refine", drawn_failure)
+    assert harness.output(one) == 1 and harness.is_clean()
+
+
+def test_two_steps_share_a_fallback_that_others_read() -> None:
+    p, x, a = failing(fallback="b")
+    b, c = p.step("b", "echo", type="json", value=x), p.step("c", "echo", type="json", value=x, fallback="b")
+    for name, wire in (("y", a), ("z", b), ("w", c)):
+        p.output(name, wire.value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.answer("a", drawn_failure)
+    harness.answer("c", drawn_failure)
+    harness.answer("b", lambda x: "b")
+    assert [harness.output(one, name) for name in "yzw"] == ["b", "b", "b"] and harness.is_clean()
+
+
+def test_a_shared_fallback_that_was_skipped_fails_the_request() -> None:
+    p, x, a = failing(fallback="b")
+    b = p.step("b", "echo", type="json", value=x, when="x > 1")
+    p.output("y", a.value)
+    p.output("z", b.value)
+    harness = SchedulerHarness(p)
+    one = harness.submit(x=1)
+    harness.answer("a", drawn_failure)
+    assert harness.failure(one).message == "drawn" and harness.is_clean()

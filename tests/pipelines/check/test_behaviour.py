@@ -168,12 +168,9 @@ STEP = "{node: echo, inputs: {value: q}, fallback: b}"
         ("", "", "there is no step b"),
         ("  b: {node: echo, inputs: {value: a.value}}\n", "", "b depends on a"),
         ("  b: {node: echo, inputs: {value: q}, when: \"a.value == 'x'\"}\n", "", "b depends on a"),
-        ("  b: {node: echo, inputs: {value: q}}\n", ", b: b.value",
-         "b is read by outputs.b; a fallback replaces one step and has no other readers"),
-        ("  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: b.value}}\n", ", c: c.value",
-         "b is read by steps.c.inputs.value; a fallback replaces one step and has no other readers"),
-        ("  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: q}, when: 'b.value'}\n",
-         ", c: c.value", "b is read by steps.c.when; a fallback replaces one step and has no other readers"),
+        ("  b: {node: echo, inputs: {value: a.value}}\n", ", b: b.value", "b depends on a"),
+        ("  b: {node: echo, type: image, inputs: {value: photo}}\n", ", b: b.value",
+         "a.value is text, b.value is image"),
         ("  b: {node: whisper, inputs: {audio: sound}}\n", "", "b has no output value, which is read"),
         ("  b: {node: echo, type: image, inputs: {value: photo}}\n", "", "a.value is text, b.value is image"),
         ("  b: {node: echo, inputs: {value: many}, map: value}\n", "", "a.value is text, b.value is list[text]"),
@@ -186,10 +183,47 @@ def test_fallbacks_that_could_not_answer(problems: Problems, more: str, outputs:
     assert got == {"steps.a.fallback": said}
 
 
-def test_a_step_that_its_fallback_feeds_is_no_circle_of_wires(problems: Problems) -> None:
-    more = "  b: {node: echo, inputs: {value: q}}\n"
-    got = found(problems, "{node: echo, inputs: {value: b.value}, fallback: b}", more=more)
-    assert got == {"steps.a.fallback": "a depends on b"}
+@pytest.mark.parametrize(
+    ("step", "more", "outputs"),
+    [
+        (STEP, "  b: {node: echo, inputs: {value: q}}\n", ", b: b.value"),
+        (STEP, "  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: b.value}}\n", ", c: c.value"),
+        (STEP, "  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: q}, when: 'b.value'}\n",
+         ", c: c.value"),
+        ("{node: echo, inputs: {value: b.value}, fallback: b}", "  b: {node: echo, inputs: {value: q}}\n", ""),
+        (STEP, "  b: {node: first, inputs: {x: q}}\n", ", b: b.value"),
+        (STEP, "  b: {node: echo, inputs: {value: q}}\n  c: {node: echo, inputs: {value: q}, fallback: b}\n",
+         ", b: b.value, c: c.value"),
+    ],
+)  # fmt: skip
+def test_a_fallback_may_be_a_step_that_others_read(problems: Problems, step: str, more: str, outputs: str) -> None:
+    assert found(problems, step, "value", more, outputs) == {}
+
+
+def test_fallbacks_that_wait_for_each_other_are_refused(problems: Problems) -> None:
+    more = "  b: {node: echo, inputs: {value: q}, fallback: a}\n"
+    got = found(problems, STEP, "value", more, ", b: b.value")
+    assert got["steps.a.fallback"] == "the fallbacks form a cycle: a -> b -> a"
+    more = "  b: {node: echo, inputs: {value: c.value}}\n  c: {node: echo, inputs: {value: q}, fallback: d}\n"
+    more += "  d: {node: echo, inputs: {value: q}, fallback: a}\n"
+    got = found(problems, STEP, "value", more, ", b: b.value, d: d.value")
+    assert got["steps.a.fallback"] == "b depends on the output of a, through the fallback of another step"
+
+
+def test_a_shared_fallback_without_an_output_that_is_read_is_refused(problems: Problems) -> None:
+    more = "  b: {node: whisper, inputs: {audio: q}}\n"
+    got = found(problems, STEP, "value", more, ", b: b.text")
+    assert got["steps.a.fallback"] == "b has no output value"
+
+
+def test_a_failure_may_count_as_absent(problems: Problems, catalog: dict[str, str]) -> None:
+    step = "{node: echo, inputs: {value: q}, fallback: absent}"
+    assert found(problems, step) == {}
+    assert planned(catalog, step).absent_on_failure and planned(catalog, step).fallback is None
+    assert planned(catalog, step).conditional
+    got = found(problems, step, "value", "  absent: {node: echo, inputs: {value: q}}\n", ", b: absent.value")
+    said = "absent means that the step's outputs are absent, and a step has that name"
+    assert got == {"steps.a.fallback": said}
 
 
 def test_a_fallback_answers_for_one_step_and_circles_are_named(problems: Problems) -> None:

@@ -231,15 +231,18 @@ def test_what_a_guard_looks_at_runs_before_the_guarded_step(planned: Planned) ->
 @pytest.mark.parametrize(
     ("when", "said"),
     [
-        ("photo == 1", "reads photo, which is image"), ("wide.y == 1", "reads wide.y, which is float32[3]"),
-        ("many == 1", "many is list[text], of which a condition can only use the length"),
+        ("photo == 1", "reads photo, which is image"), ("wide.y == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
+        ("many == 1", "many is list[text], of which a condition can only use len(x), max(x) and min(x)"),
+        ("len(wide.y) == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
+        ("max(t) == 'a'", "t is text, of which a condition has no max"),
+        ("min(see.detections.x) == 1", "see.detections is detections, which has no x in it"),
         ("many[0] == 'a'", "many is list[text], which has no 0 in it"),
         ("t.kind == 1", "t is text, which has no kind in it"),
         ("see.detections.x == 1", "see.detections is detections, which has no x in it"),
         ("one.y.x == 1", "one.y is float32[1], which has no x in it"),
         ("nothing == 1", "there is no input nothing"), ("see.label == 1", "see has no output label"),
         ("gone.x == 1", "there is no step gone"), ("a.value == 1", "the steps form a cycle: a -> a"),
-        ("free.y == 1", "reads free.y, which is float32[N]"),
+        ("free.y == 1", "free.y is float32[N], of which a condition can only use max(x) and min(x)"),
         ("half.y == 1", "reads half.y, which is bfloat16[1]"),
     ],
 )  # fmt: skip
