@@ -170,7 +170,7 @@ def failed(
     """Handle a unit that failed for good: call its fallback, or fail the request."""
     _abandon_unit(state, request, place)
     if state.steps[request.route.units[place].steps[-1]].absent_on_failure:
-        _produce_all(state, request, place, (ABSENT,) * len(request.route.units[place].returns))
+        _produce_absent(state, request, place)
         if request.stream_inputs:
             streams.on_unit_over(state, request, place)
         return
@@ -245,7 +245,7 @@ def _skip(state: SchedulerState, request: Request, place: int) -> None:
     called = request.active_fallbacks.get(place)
     if called is not None and state.steps[request.route.units[place].step].absent_on_failure:
         settle(state, request, place)
-        _produce_all(state, request, place, (ABSENT,) * len(request.route.units[place].returns))
+        _produce_absent(state, request, place)
         return
     if called is not None:  # a skipped fallback: the unit that it replaces has failed
         settle(state, request, place)
@@ -402,6 +402,13 @@ def _produce_all(state: SchedulerState, request: Request, place: int, outputs: S
         place = called.place
         fallback = route.fallbacks[place]
         outputs = tuple(outputs[at] if at >= 0 else ABSENT for at in fallback.ports)
+
+
+def _produce_absent(state: SchedulerState, request: Request, place: int) -> None:
+    """Make the outputs of a failed unit absent."""
+    _produce_all(state, request, place, (ABSENT,) * len(request.route.units[place].returns))
+    if request.path is not None and request.state == OPEN:
+        task_table.on_path_changed(state, request)
 
 
 def _drop_fallback(state: SchedulerState, request: Request, place: int) -> None:

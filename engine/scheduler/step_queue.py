@@ -350,7 +350,7 @@ class StepQueue:
             return
         self._unlearned = 0
         if self.expires:
-            self.latency.learn_spread(items, took_ms, now_ms)
+            self.latency.learn_spread(items, max(took_ms, run_ms), now_ms)
         self.latency.learn(items, run_ms, now_ms)
         full_ms = self.latency.run_ms(self.items_max)
         self.quick = not self.streams and 0 < full_ms <= SECOND_MS_MAX

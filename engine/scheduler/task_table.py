@@ -63,13 +63,15 @@ def begin(
         request.reached.add(unit.step)
     if held:
         return
-    if state.steps[unit.step].timeout_ms is not None and task.stream_input is None:
-        set_timeout(state, task, state.now_ms)
-        wait_ms, queue = _wait_ms(state, task), state.queues[unit.step]
-        if state.now_ms + wait_ms >= queue.latest_start_ms(task, state.now_ms, queue.waiting if wait_ms else 0):
-            time_out(state, task, wait_ms)
-            return
+    if state.steps[unit.step].timeout_ms is None or task.stream_input is not None:
+        enqueue(state, task)
+        return
+    set_timeout(state, task, state.now_ms)
+    wait_ms, queue = _wait_ms(state, task), state.queues[unit.step]
+    latest_ms = queue.latest_start_ms(task, state.now_ms, queue.waiting if wait_ms else 0)
     enqueue(state, task)
+    if state.now_ms + wait_ms >= latest_ms:
+        time_out(state, task, wait_ms)
 
 
 def _path(state: SchedulerState, request: Request) -> bytes:

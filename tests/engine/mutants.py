@@ -17,6 +17,7 @@ from weftline.engine.protocol.messages import BatchDone
 from weftline.engine.scheduler import (
     device_messages,
     dispatch,
+    estimates,
     graph,
     host_copies,
     idle,
@@ -28,10 +29,12 @@ from weftline.engine.scheduler import (
     workers,
 )
 from weftline.engine.scheduler.admission import Admission
+from weftline.engine.scheduler.batcher import Batcher
 from weftline.engine.scheduler.events import FromWorker, WorkerDied
 from weftline.engine.scheduler.lost_devices import LostDevice
 from weftline.engine.scheduler.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.scheduler.request import Request
+from weftline.engine.scheduler.routes import KNOWN
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.sequences import Sequences
 from weftline.engine.scheduler.sleep_state import SleepState
@@ -458,3 +461,68 @@ def a_request_that_fails_because_one_worker_cannot_attach_an_arena(
 @mutant
 def an_arena_that_is_used_although_a_worker_cannot_attach_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(WorkerState, "places_on_device", property(lambda s: bool(s.device_arena)))
+
+
+# timeouts of steps, and estimates by what a request is known to run
+
+
+@mutant
+def a_task_that_is_started_although_it_cannot_finish(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(StepQueue, "latest_start_ms", lambda s, task, now_ms, beside=0: task.expires_ms)
+    patch.setattr(Batcher, "needs_ms", lambda s, items: 0.0)
+
+
+@mutant
+def a_timeout_that_begins_when_a_task_is_first_in_line(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    set_timeout = task_table.set_timeout
+    patch.setattr(task_table, "set_timeout", lambda state, task, since_ms: set_timeout(state, task, since_ms + 500.0))
+
+
+@mutant
+def a_timeout_that_only_a_running_task_has(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    on_timeout = task_table.on_timeout
+
+    def patient(state: SchedulerState, task: Any) -> None:
+        if task.worker < 0:
+            task.expires_ms = state.now_ms + 20.0
+            state.timers.add(task.expires_ms, ("timeout", task.id))
+        else:
+            on_timeout(state, task)
+
+    patch.setattr(task_table, "on_timeout", patient)
+
+
+@mutant
+def a_task_that_expires_before_its_queue_has_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    time_out = task_table.time_out
+
+    def hasty(state: SchedulerState, task: Any, wait_ms: float = 0.0) -> None:
+        queue = state.queues[task.unit.step]
+        if task in queue._new:
+            queue._new.remove(task)
+        time_out(state, task, wait_ms)
+
+    patch.setattr(task_table, "time_out", hasty)
+
+
+@mutant
+def a_branch_that_counts_for_every_request(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def eager(route: Any, *known: Any) -> bytes:
+        return bytes([KNOWN] * len(route.units))
+
+    patch.setattr("weftline.engine.scheduler.scheduler.known_path", eager)
+
+
+@mutant
+def a_condition_that_becomes_known_and_changes_nothing(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(task_table, "on_path_changed", lambda state, request: None)
+
+
+@mutant
+def a_step_that_counts_beyond_its_timeout(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(estimates._Costs, "_within_timeout", lambda s, place, wait_ms, run_ms: wait_ms + run_ms)
+
+
+@mutant
+def a_failure_that_is_absent_and_never_produced(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(graph, "_produce_absent", graph.settle)

@@ -25,6 +25,7 @@ from tests.engine.device_world import UNSEEN, UNSEEN_AND_BEGUN, DeviceWorld, wit
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
 from tests.engine.scheduler_harness import any_type
+from tests.engine.timed_world import TimedWorld, with_timeouts
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -65,7 +66,9 @@ class World:
 
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
-        self.plan = with_devices(with_idleness(with_memory(random_plan(self.rng), seed), seed), seed)
+        plan = with_timeouts(random_plan(self.rng), seed)
+        self.plan = with_devices(with_idleness(with_memory(plan, seed), seed), seed)
+        self.timed = TimedWorld(self.plan, seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
         self.gpus = DeviceWorld(self.plan, seed)
@@ -114,6 +117,7 @@ class World:
         if self.plan.budgets:
             self.at(seed % 2000, ("left",))
         latest = 20_000 if self.doomed >= 0 else 200  # some come when a worker has been given up
+        latest = max(latest, 4000) if self.timed.on else latest  # and some when nothing else is to do
         alone = list(range(1, requests + 1))
         while self.rng.random() < 0.3 and len(alone) > 8:  # rows of a job that come together
             rows = self.rng.randint(1, 8)
@@ -214,11 +218,14 @@ class World:
     def on_submit(self, request: int) -> None:
         event = self.made_up(request, job=self.rng.random() < 0.1)
         if event is not None:
+            self.timed.submitted(event)
             self.tell(event)
             self.think_again(request)
 
     def on_together(self, requests: tuple[int, ...]) -> None:
         rows = [row for request in requests if (row := self.made_up(request, job=True)) is not None]
+        for row in rows:
+            self.timed.submitted(row)
         self.tell(ev.GroupSubmitted(tuple(rows)))
         for row in rows:
             self.think_again(row.request)
@@ -383,6 +390,15 @@ class World:
         self.stale += 1
         self.tell(ev.FromWorker(worker, arena, said))
 
+    def start_work(self, worker: int, arena: int) -> None:
+        """Let a worker begin the first dispatch that it has."""
+        message = self.inbox[worker][0]
+        if self.timed.on:
+            chain = self.chains[worker].get(message.chain) if message.chain else None
+            self.at(self.now + self.timed.takes_ms(message, chain), ("work", worker, arena))
+        else:
+            self.later(("work", worker, arena))
+
     def on_work(self, worker: int, arena: int) -> None:
         """A worker runs the first dispatch it has: it answers, asks for room first, wedges, or dies of it."""
         if self.arena_of.get(worker) != arena or not self.inbox.get(worker):
@@ -463,6 +479,10 @@ class World:
             )
         ran = tuple(msg.StepRun(self.rng.uniform(0.1, 3.0), 1, len(message.items)) for _ in stages)
         short = self.rng.random() < 0.02
+        if self.timed.on:
+            ran = self.timed.ran(message, chain)
+            if not short:
+                self.timed.learned(message.step, self.now)
         if unfinished:
             self.gpus.left_unfinished(worker, message)
             self.later(("release", worker, arena, message.dispatch), self.gpus.release_ms)
@@ -475,7 +495,7 @@ class World:
         if self.rng.random() < 0.02:  # the same once more
             self.say(worker, arena, msg.BatchDone(message.dispatch, tuple(results), ran))
         if self.inbox.get(worker):
-            self.later(("work", worker, arena))
+            self.start_work(worker, arena)
 
     def on_release(self, worker: int, arena: int, dispatch: int) -> None:
         """A device has done what its worker left unfinished, unless that waits for others."""
@@ -662,6 +682,8 @@ class World:
                     if command.message == UNSEEN:
                         raise AssertionError(f"request {command.request} failed of memory that its worker cannot see")
                 case ev.Refuse():
+                    queued = any(self.scheduler.queued.values())
+                    self.timed.check_refused(command, not queued and not any(self.inbox.values()))
                     self.refused.add(command.request)
                 case ev.Send():
                     self.send(command.worker, command.message)
@@ -678,7 +700,7 @@ class World:
                 if len(self.inbox[worker]) > 2:
                     raise AssertionError("more than two dispatches with one worker")
                 if len(self.inbox[worker]) == 1:
-                    self.later(("work", worker, arena))
+                    self.start_work(worker, arena)
             case msg.Chain():
                 self.chains[worker][message.id] = message
             case msg.Submit():
@@ -760,6 +782,7 @@ class World:
                 raise AssertionError(f"item {item.id} was sent after its deadline")
             if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.active_fallbacks):
                 raise AssertionError(f"item {item.id} is of a fallback that is not active")
+            self.timed.check_sent(self.scheduler, message.step, item, self.now)
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
                     raise AssertionError(f"item {item.id} was sent memory that is not leased")
