@@ -60,6 +60,8 @@ def admit(
     slots = state.routes.input_slot
     for name, value in event.inputs.items():
         graph.produce(state, request, slots[name], value)
+    if request.path is not path and request.state == OPEN:  # it changed before all inputs were there
+        task_table.on_path_changed(state, request)
 
 
 def end(

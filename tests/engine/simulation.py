@@ -310,7 +310,8 @@ class World:
             self.later(("die", worker, arena))
             return
         self.ready.add(worker)
-        self.say(worker, arena, msg.Ready({}, {name: 2.0 for name in own if self.rng.random() < 0.3}))
+        warm_ms = {name: 2.0 for name in own if self.rng.random() < 0.3}
+        self.say(worker, arena, msg.Ready({}, {} if self.timed.on else warm_ms))
         self.at(self.now + 1000 * msg.BEAT_S, ("beat", worker, arena))
         self.at(self.now + self.gpus.attach_ms(), ("attach", worker, arena))
         if self.deadly and self.rng.random() < 0.3:
