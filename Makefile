@@ -78,6 +78,7 @@ bench: setup  ## every benchmark of the engine, about 10 minutes
 	$(RUN) -m benchmarks.scheduling --plot docs/images/scheduling.svg
 	$(RUN) -m benchmarks.saturation --rounds 3 --seconds 3
 	$(RUN) -m benchmarks.deadlines --rounds 3 --seconds 4 --loads 1.2 2
+	$(RUN) -m benchmarks.timeouts
 	$(RUN) -m benchmarks.overload --seconds 30
 	$(RUN) -m benchmarks.deaths
 
@@ -86,6 +87,7 @@ bench-quick: setup  ## the same in about 2 minutes, to see that they run
 	$(RUN) -m benchmarks.scheduling --quick
 	$(RUN) -m benchmarks.saturation --quick --nodes echo
 	$(RUN) -m benchmarks.deadlines --quick --loads 1.2 2
+	$(RUN) -m benchmarks.timeouts --quick
 	$(RUN) -m benchmarks.overload --quick --loads 2
 	$(RUN) -m benchmarks.deaths --quick
 

@@ -39,7 +39,8 @@ class Current:
 
     cancelled: the item's request (the requests of all items) has been cancelled; each read polls for cancellations.
     priority:  -100 to 100; the highest of a batch.
-    left_ms:   milliseconds until the request's deadline, from now; the least of a batch; None without a deadline.
+    left_ms:   milliseconds until the request's deadline or the end of the step's `timeout_ms`, from now; the least of a
+               batch; None without either.
     sequence:  SequencePart, or None outside a sequence. StepError: the batch has several items.
     seed:      seed for random numbers, the same in every run of a job; None: use a fresh one. StepError: the batch has
                several items.

@@ -48,7 +48,8 @@ class Urgency:
     """Attributes of an item's request.
 
     priority: -100 to 100; the higher goes first.
-    left_ms:  milliseconds to the request's deadline when the item was sent to the worker; None without a deadline.
+    left_ms:  milliseconds to the request's deadline or the end of the step's `timeout_ms` when the item was sent to the
+              worker; None without either.
     sequence: position in a sequence of requests; None outside a sequence.
     seed:     seed for random numbers, 0 to 2**62 - 1; None: use a fresh one.
     caller:   authenticated identity of the client; '' without authentication.

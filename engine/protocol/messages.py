@@ -125,7 +125,7 @@ class ItemMetadata(msgspec.Struct, frozen=True, array_like=True):
     """Metadata of an item from its request; None in an Item means the defaults: priority 0, no deadline.
 
     priority: from -100 to 100.
-    left_ms:  milliseconds to the deadline when the message was sent.
+    left_ms:  milliseconds to the deadline, or to the end of the step's timeout, when the message was sent.
     sequence: id of its sequence of requests, '' for none; `start` and `end` mark the first and last item.
     seed:     seed of its random number generator; None: unseeded.
     element:  index of the list element in a `map:` step, else -1. Set only with a seed.

@@ -133,6 +133,7 @@ insignificant, and a later decision uses newer information."""
 LEARN_EVERY = 16
 """Steps faster than a message are measured once in this many batches."""
 
+
 class StepQueue:
     """The queues of one step, and its learned times and sizes."""
 

@@ -126,7 +126,9 @@ class TimedWorld:
                 total += self._bounded_ms(index)
         return total
 
-    def _is_certain(self, step: PlannedStep, there: set[tuple[str | None, str]], inputs: Mapping[str, msg.Value]) -> bool:
+    def _is_certain(
+        self, step: PlannedStep, there: set[tuple[str | None, str]], inputs: Mapping[str, msg.Value]
+    ) -> bool:
         if step.when is not None:
             wire = step.when.wires[0]
             if wire.step is not None or not step.when.holds([peek(inputs[wire.port])]):
