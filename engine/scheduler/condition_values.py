@@ -20,8 +20,8 @@ _FORMATS = {
 def peek(value: Value) -> Any:
     """Return what a condition sees of `value`; ValueError when it is too large or of a kind that conditions cannot see.
 
-    json: as it is; text: a str; detections: the list of their labels; a tensor of one element: a number; a tensor of one
-    axis: the list of its numbers; list: the list of what is seen of its elements, None for those that are not seen;
+    json: as it is; text: a str; detections: the list of their labels; a tensor of one element: a number; a tensor of
+    one axis: the list of its numbers; list: the list of what is seen of its elements, None for those that are not seen;
     absent: None.
     """
     if value.kind == "absent":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import allocations, estimates, host_copies, request_table, streams, task_table
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.request import Request, Task
+from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.routes import Unit
 from weftline.engine.scheduler.sleep_state import AWAKE
 from weftline.engine.scheduler.state import SchedulerState

@@ -35,7 +35,7 @@ def produce(state: SchedulerState, request: Request, slot: int, value: Value) ->
             state.ledger.hold(key, tickets)
     request.values[slot] = value
     request.tickets[slot] = tickets
-    if slot in route.deciding and request.path is not None:
+    if request.path is not None and slot in route.deciding:
         task_table.on_path_changed(state, request)
     names = route.outputs_at[slot]
     for name in names:

@@ -22,7 +22,6 @@ from weftline.engine.scheduler.workers import READY
 from weftline.errors import KEEPS_FAILING_TO_START
 from weftline.shm.block import Key
 
-
 LONGER_MS = 1.0
 """A streaming item that timed out is learned as this much longer than it ran."""
 

@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
@@ -94,9 +95,9 @@ class TimedWorld:
         by_ms = task.arrived_ms + planned.timeout_ms
         if task.stream_input is None and not planned.fed and now_ms > by_ms + 1e-6:
             raise AssertionError(f"item {item.id} was sent after its timeout")
-        if self.on and not planned.streams and self._is_measured(step, now_ms):
-            if now_ms + self._takes_ms[step] > by_ms + 1e-6:
-                raise AssertionError(f"item {item.id} was sent although it cannot finish within its timeout")
+        measured = self.on and not planned.streams and self._is_measured(step, now_ms)
+        if measured and now_ms + self._takes_ms[step] > by_ms + 1e-6:
+            raise AssertionError(f"item {item.id} was sent although it cannot finish within its timeout")
 
     def check_refused(self, refusal: ev.Refuse, is_idle: bool) -> None:
         """Check that an idle pipeline refuses no request for steps that it is not known to run."""
@@ -109,7 +110,7 @@ class TimedWorld:
 
     def _is_measured(self, step: int, now_ms: float) -> bool:
         times = self._measured.get(step, [])
-        gaps = [later - before for before, later in zip(times, times[1:], strict=False)]
+        gaps = [later - before for before, later in pairwise(times)]
         recent = len(times) >= SAMPLES_MIN and now_ms - times[-1] < FRESH_MS
         return recent and all(gap < FRESH_MS for gap in gaps[1 - SAMPLES_MIN :])
 

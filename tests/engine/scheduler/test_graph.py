@@ -429,8 +429,8 @@ def test_a_timeout_and_a_dead_worker_count_as_absent_too() -> None:
 
 def test_a_list_with_a_failed_element_counts_as_absent() -> None:
     p = Builder("listed")
-    p.output("y", p.step("a", "echo", type="json", value=p.input("x", "list[json]"), map="value", batch={"items_max": 2},
-                         fallback="absent").value)  # fmt: skip
+    more = {"map": "value", "batch": {"items_max": 2}, "fallback": "absent"}
+    p.output("y", p.step("a", "echo", type="json", value=p.input("x", "list[json]"), **more).value)
     harness = SchedulerHarness(p)
     one = harness.submit(x=items(1, 2))
     harness.answer("a", lambda x: StepError("drawn") if x == 2 else x)
@@ -458,7 +458,7 @@ def test_a_fallback_that_others_read_runs_once_whatever_ends_first(order: tuple[
     one, two = harness.submit(x=1), harness.submit(x=2)
     for _ in range(2):
         for name in order:
-            harness.answer(name, lambda x: StepError("drawn") if (name, x) == ("a", 1) else (name, x))
+            harness.answer(name, lambda x, of=name: StepError("drawn") if (of, x) == ("a", 1) else (of, x))
     assert (harness.output(one), harness.output(one, "z")) == (["b", 1], ["b", 1])
     assert (harness.output(two), harness.output(two, "z")) == (["a", 2], ["b", 2])
     assert harness.is_clean()

@@ -185,7 +185,8 @@ def test_what_follows_a_called_fallback_counts_for_it() -> None:
 def test_a_queued_task_is_due_earlier_when_a_condition_behind_it_holds() -> None:
     p = Builder("refresh")
     x = p.input("x", "json")
-    kind, first = step(p, "kind", value=x), step(p, "first_step", value=x)
+    step(p, "kind", value=x)
+    first = step(p, "first_step", value=x)
     slow = step(p, "slow", value=first.value, when='kind.value == "hard"')
     p.output("y", p.step("best", "first", a=slow.value, b=first.value).value)
     harness = learned(p, x="hard")

@@ -237,8 +237,8 @@ def test_a_list_that_takes_longer_than_the_timeout_is_not_begun() -> None:
 
 def test_one_item_of_a_batch_that_would_expire_is_left_out() -> None:
     harness = SchedulerHarness(one_step(items_max=4))
-    for run_ms, count in ((60, 1), (80, 2)) * 3:
-        harness.submit_all(range(count))
+    for run_ms, together in ((60, 1), (80, 2)) * 3:
+        harness.submit_all(range(together))
         harness.advance(run_ms)
         harness.answer("a", run_ms=run_ms)
         while harness.running():

@@ -231,7 +231,8 @@ def test_what_a_guard_looks_at_runs_before_the_guarded_step(planned: Planned) ->
 @pytest.mark.parametrize(
     ("when", "said"),
     [
-        ("photo == 1", "reads photo, which is image"), ("wide.y == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
+        ("photo == 1", "reads photo, which is image"),
+        ("wide.y == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
         ("many == 1", "many is list[text], of which a condition can only use len(x), max(x) and min(x)"),
         ("len(wide.y) == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
         ("max(t) == 'a'", "t is text, of which a condition has no max"),
