@@ -335,3 +335,30 @@ def test_a_full_arena_makes_workers_wait_and_refuses_no_request(start: Start) ->
     wait_until(lambda: settled(session), 10)
     whole = np.ones(200_000, np.float32)
     assert session.run(x=whole)["y"].sum() == 600_000, "nothing is fragmented when nothing is held"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("callers", [2, 8, 64])
+def test_a_timeout_of_a_step_keeps_goodput_for_any_number_of_callers(start: Start, callers: int) -> None:
+    p = builder()
+    step = p.step("s", "echo", value=p.input("x", "text"), delay_ms=100, timeout_ms=150, batch={"items_max": 1})
+    p.output("y", step.value)
+    session = start(p)
+    for _ in range(4):
+        session.run(x="a")
+    until = time.monotonic() + 3.0
+
+    def call(_: int) -> int:
+        good = 0
+        while time.monotonic() < until:
+            try:
+                session.run(x="a")
+                good += 1
+            except DeadlineExceeded:
+                time.sleep(0.01)
+        return good
+
+    with ThreadPoolExecutor(callers) as pool:
+        good = sum(pool.map(call, range(callers)))
+    print(f"{callers} callers: {good / 3:.1f}/s good")
+    assert good >= 15  # of 30; it was 3

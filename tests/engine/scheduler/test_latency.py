@@ -151,3 +151,22 @@ def test_what_was_seen_recently_is_averaged_over_all_sizes() -> None:
 def test_memory_and_cost_do_not_grow_with_the_sizes_seen() -> None:
     latency = taught({items: 1.0 + items for items in range(1, 1025)}, rounds=1)
     assert len(latency._seen) <= 2 * 11
+
+
+def test_after_a_quiet_time_old_averages_are_only_seeds() -> None:
+    latency = taught({1: 1000.0}, rounds=20)
+    later = FRESH_MS + 1
+    for call in range(SAMPLES_MIN):
+        assert not latency.fresh(later + call)
+        latency.learn(1, 100.0, later + call)
+    assert latency.fresh(later + SAMPLES_MIN) and latency.run_ms(1) == pytest.approx(100.0)
+
+
+def test_a_likely_time_covers_the_spread_and_a_shortest_time_does_not() -> None:
+    latency = Latency()
+    for call in range(40):
+        took_ms = 110.0 if call % 2 else 100.0
+        latency.learn_spread(1, took_ms, call)
+        latency.learn(1, took_ms, call)
+    assert 110.0 <= latency.likely_ms(1) <= 140.0
+    assert 100.0 <= latency.shortest_ms(1) <= 102.0
