@@ -116,6 +116,8 @@ def skip(state: SchedulerState, request: Request, place: int) -> None:
     settle(state, request, place)
     for slot in request.route.units[place].returns:
         produce(state, request, slot, ABSENT)
+    if request.path is not None and request.state == OPEN:
+        task_table.on_path_changed(state, request)
 
 
 def start_unit(state: SchedulerState, request: Request, place: int) -> None:
