@@ -61,7 +61,7 @@ def _height(path: Path, inside: tuple[Path, ...], known: dict[Path, int]) -> int
 
 def _named_in(path: Path) -> list[Path]:
     """Return the files that the steps of a pipeline file name, as resolved paths."""
-    if not path.is_file():  # a pipe would never end
+    if not _is_file(path):  # a pipe would never end
         return []
     try:
         with path.open("rb") as stream:

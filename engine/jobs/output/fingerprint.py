@@ -1,10 +1,10 @@
 """Fingerprint of a pipeline's result-determining inputs, and software versions.
 
-Included: the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`, batch
-formation, inputs with defaults and limits, the limits that refuse a row, and the content of the files it names: Python
-files of nodes and functions, models and weights. Not included: path and name of the pipeline's file, comments,
-`about:`, devices, workers, instances, KV memory, waiting times, retries and timeouts. A job can resume, or retry its
-error rows, with other values of these.
+Included (`RESULTS`): the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`,
+`finite`, batch formation, inputs with defaults and limits, the limits that refuse a row, and the content of the files
+it names: Python files of nodes and functions, models and weights. Not included (`OTHERS`): path and name of the
+pipeline's file, comments, `about:`, devices, workers, instances, KV memory, waiting times, retries and timeouts. A job
+can resume, or retry its error rows, with other values of these.
 
 Secrets from the environment count by the name of their variable: a new token does not change a job. Imports of Python
 files and the content of Hub models are not included.
@@ -24,10 +24,14 @@ from weftline.engine.jobs.output.manifest import encode
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model
+from weftline.nodes.ports import Port, PortType
 from weftline.nodes.user_code import locate
-from weftline.pipelines.placement.plan import Plan, PlannedStep
-from weftline.pipelines.spec.constants import ABSENT
+from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
+from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.document import without_secrets
+from weftline.pipelines.spec.graph import Input
+from weftline.pipelines.spec.policy import BatchPolicy, Limits, SequencePolicy
+from weftline.pipelines.spec.wire import Wire
 
 WHOLE_BYTES_MAX = 64 << 20
 """Larger files are hashed by size, beginning and end."""
@@ -36,6 +40,47 @@ ENDS_BYTES = 1 << 20
 
 FOLDER_FILES_MAX = 10_000
 """Most files of a model folder that are hashed, in the order of their names."""
+
+RESULTS: Mapping[type, frozenset[str]] = {
+    Plan: frozenset({"inputs", "input_types", "steps", "outputs", "limits"}),
+    Input: frozenset(
+        {"name", "type", "seconds_max", "pixels_max", "bytes_max", "default", "optional", "hidden"}
+    ),
+    PlannedStep: frozenset(
+        {"name", "node", "options", "inputs", "outputs", "batch", "control", "cases", "default", "when", "fallback",
+         "absent_on_failure", "map", "sequence", "finite"}
+    ),
+    PlannedInput: frozenset({"port", "wire", "type", "optional"}),
+    PlannedOutput: frozenset({"name", "wire", "type", "optional"}),
+    Port: frozenset({"name", "type"}),
+    BatchPolicy: frozenset({"items_max", "sizes", "shapes", "pad", "pad_value"}),
+    Limits: frozenset({"request_bytes_max", "pixels_max", "seconds_max", "map_items_max"}),
+    SequencePolicy: frozenset(),
+}  # fmt: skip
+"""Fields of a plan that determine results. A sequence policy counts by being there."""
+
+OTHERS: Mapping[type, frozenset[str]] = {
+    Plan: frozenset(  # who and where, resources, and what is derived from the steps
+        {"name", "input_readers", "workers", "slo", "cores", "base_dir", "file", "about", "chains", "ordering", "mps",
+         "nvtx", "budgets", "notes", "work", "secrets", "debug"}
+    ),
+    Input: frozenset({"about"}),
+    PlannedStep: frozenset(  # resources, times and retries, and what follows from the node or from the graph
+        {"readers", "streams", "mutates_inputs", "heavy", "device", "workers", "run_max_ms", "devices", "retry",
+         "idempotent", "timeout_ms", "conditional", "base_dir", "fed", "reserved", "device_inputs", "device_outputs",
+         "device_bytes", "idle", "fills_memory", "variables"}
+    ),
+    PlannedInput: frozenset({"pieces"}),
+    PlannedOutput: frozenset({"pieces"}),
+    Port: frozenset({"optional", "pieces", "about"}),
+    BatchPolicy: frozenset({"wait_max_ms", "wait", "order"}),
+    Limits: frozenset(
+        {"requests_max", "deadline_ms", "refuse_early", "open_bytes_max", "arena_bytes", "decode_bytes_max",
+         "stream_bytes_max", "stall_max_ms", "silence_max_ms", "retry_share", "kv_bytes", "job_batch_ms"}
+    ),
+    SequencePolicy: frozenset({"live_max", "idle_max_ms"}),
+}  # fmt: skip
+"""The other fields. A test refuses a field that is in neither table."""
 
 _RESOURCE_OPTIONS = frozenset({"kv_bytes"})
 """Options that determine memory size alone."""
@@ -78,36 +123,26 @@ def versions(plan: Plan | None = None) -> dict[str, str]:
     return found
 
 
-def _graph(plan: Plan) -> dict[str, Any]:
-    inputs = [
-        (one.name, str(plan.input_types[one.name]), one.default, one.optional, one.hidden, one.seconds_max,
-         one.pixels_max, one.bytes_max)
-        for one in plan.inputs
-    ]  # fmt: skip
-    limits = plan.limits
-    return {
-        "inputs": inputs,
-        "steps": [_step(step) for step in plan.steps],
-        "outputs": [(one.name, str(one.wire), str(one.type), one.optional) for one in plan.outputs],
-        "limits": [limits.request_bytes_max, limits.pixels_max, limits.seconds_max, limits.map_items_max],
-    }
+def _compared(value: Any) -> Any:
+    """Return plain data of what determines results in a value of a plan."""
+    if type(value) in RESULTS:
+        return {name: _compared(getattr(value, name)) for name in sorted(RESULTS[type(value)])}
+    if isinstance(value, Condition):
+        return value.text
+    if isinstance(value, Wire | PortType):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _compared(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_compared(one) for one in value]
+    return value
 
 
-def _step(step: PlannedStep) -> dict[str, Any]:
-    batch = step.batch
-    return {
-        "name": step.name,
-        "node": step.node,
-        "options": {name: value for name, value in step.options.items() if name not in _RESOURCE_OPTIONS},
-        "inputs": [(one.port, str(one.wire), str(one.type), one.optional) for one in step.inputs],
-        "outputs": [(one.name, str(one.type)) for one in step.outputs],
-        "batch": [batch.items_max, batch.sizes, batch.shapes, batch.pad, batch.pad_value],
-        "control": [step.control, step.cases, step.default],
-        "when": None if step.when is None else step.when.text,
-        "fallback": ABSENT if step.absent_on_failure else step.fallback,
-        "map": step.map,
-        "remembers": step.sequence is not None,
-    }
+def _graph(plan: Plan) -> Any:
+    found = _compared(plan)
+    for step in found["steps"]:
+        step["options"] = {name: one for name, one in step["options"].items() if name not in _RESOURCE_OPTIONS}
+    return found
 
 
 def _files(step: PlannedStep, base_dir: Path) -> Iterator[tuple[str, Path]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.jobs.output import fingerprint
-from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
+from weftline.engine.jobs.output.fingerprint import OTHERS, RESULTS, pipeline_parts, versions
 from weftline.engine.session import plan_of
 
 PIPELINE = """\
@@ -59,6 +60,13 @@ def of(folder: Path, name: str = "p.yaml") -> str:
     return pipeline_parts(plan_of(folder / name))["fingerprint"]
 
 
+@pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_plan_is_classified_once(kind: type) -> None:
+    assert RESULTS.keys() == OTHERS.keys()
+    assert {one.name for one in dataclasses.fields(kind)} == RESULTS[kind] | OTHERS[kind]
+    assert not RESULTS[kind] & OTHERS[kind]
+
+
 def test_it_is_the_same_in_another_place_under_another_name(folder: Path, tmp_path: Path) -> None:
     assert of(folder) == of(written(tmp_path / "two", name="other.yaml"), "other.yaml")
 
@@ -89,6 +97,7 @@ def test_what_does_not_decide_results_is_not_in_it(folder: Path, found: str, ins
         ("{said: own.text}", "{renamed: own.text}"),
         ("{said: own.text}", "{said: own.text, asked: ask.text}"),
         ("batch: {", "when: 'text == ask.text', batch: {"),
+        ("batch: {", "finite: true, batch: {"),
         ("outputs: {said: own.text}", "outputs: {said: own.text}\nlimits: {request_bytes_max: 1000}"),
     ],
 )
