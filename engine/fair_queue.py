@@ -10,14 +10,14 @@ Fair Queueing, SIGCOMM 1996.)
 - A cost that is known only afterwards is corrected by `charge`.
 
 A full queue refuses the newest item of the caller with the most items, so one caller cannot fill it for the others.
-Pure, and not thread-safe. An operation takes O(log callers); one on a full queue, or of `discard`, O(callers + items of
-the caller).
+Pure, and not thread-safe. An operation takes O(log callers), times the callers that it passes over; `add` to a full
+queue takes O(callers), and `discard` O(items of the caller).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -81,17 +81,20 @@ class FairQueue(Generic[T]):
             self._push(own)
         return self._pop_newest(own) if self._size > self.items_max else None
 
-    def first(self) -> T | None:
-        """Return the next item, which stays queued; None when the queue is empty."""
-        head = self._head()
+    def first(self, skip: Collection[Hashable] = ()) -> T | None:
+        """Return the next item, which stays queued; None without one. skip: callers that are passed over."""
+        head = self._head(skip)
         return head.items[0][0] if head is not None else None
 
-    def pop(self) -> T:
-        """Remove and return the next item, and charge its cost to its caller; IndexError when the queue is empty."""
-        head = self._head()
-        if head is None:
-            raise IndexError("the queue is empty")
-        start = heappop(self._heads)[0]
+    def pop(self, skip: Collection[Hashable] = ()) -> T:
+        """Remove and return the next item, and charge its cost to its caller; IndexError without one.
+
+        skip: callers that are passed over, such as those that hold as many servers of the queue as they may.
+        """
+        head = self._head(skip)
+        if head is None or head.entry is None:
+            raise IndexError("no item is queued")
+        start = head.entry[0]
         item, cost = head.items.popleft()
         self._size -= 1
         self._virtual = max(self._virtual, start)
@@ -144,12 +147,16 @@ class FairQueue(Generic[T]):
             self._heads = [one for one in self._heads if one[2].entry is one]
             heapify(self._heads)
 
-    def _head(self) -> _Caller[T] | None:
+    def _head(self, skip: Collection[Hashable]) -> _Caller[T] | None:
         """Return the caller whose head is next."""
-        heads = self._heads
-        while heads and heads[0][2].entry is not heads[0]:
-            heappop(heads)
-        return heads[0][2] if heads else None
+        heads, passed = self._heads, []
+        while heads and (heads[0][2].entry is not heads[0] or heads[0][2].name in skip):
+            if (entry := heappop(heads))[2].entry is entry:
+                passed.append(entry)
+        found = heads[0][2] if heads else None
+        for entry in passed:
+            heappush(heads, entry)
+        return found
 
     def _forget_idle(self) -> None:
         """Drop the callers without items when they are many."""

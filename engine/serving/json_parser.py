@@ -1,4 +1,4 @@
-"""JSON parser and serialiser: small documents inline, large ones in a process.
+"""JSON parser and serialiser: small documents inline, large ones in processes.
 
 A large document becomes the encoded value of its port (Packed). No server process builds its Python objects or checks
 it again; the worker that reads it decodes it.
@@ -6,7 +6,6 @@ it again; the worker that reads it decodes it.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -16,9 +15,10 @@ from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.engine.serving import json_jobs as jobs
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
-from weftline.engine.serving.json_process import JsonProcess
+from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
 from weftline.engine.serving.v2.elements import element_bytes, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Tensor
@@ -29,19 +29,22 @@ from weftline.shm.spec import byte_size
 
 
 class JsonParser:
-    """JSON parser of the servers of one process. For one event loop; `close` ends its JSON process."""
+    """JSON parser of the servers of one process. For one event loop; `close` ends its JSON processes.
+
+    caller: name of the caller of a document, for its share of the processes.
+    """
 
     def __init__(self) -> None:
-        self.process = JsonProcess()
+        self.queue = JsonQueue()
 
     def close(self) -> None:
-        self.process.close()
+        self.queue.close()
 
-    async def document(self, data: bytes | bytearray | memoryview, what: str) -> Any:
+    async def document(self, data: bytes | bytearray | memoryview, what: str, caller: str = "") -> Any:
         """Return the value of a document that describes a request; InputError as `loads`."""
         if len(data) <= INLINE_BYTES:
             return loads(data, what, BODY_VALUES)
-        return msgspec.msgpack.decode(await self.process.run(jobs.Document(what, BODY_VALUES), data))
+        return msgspec.msgpack.decode(await self.queue.run(jobs.Document(what, BODY_VALUES), data, caller))
 
     async def rest_body(
         self,
@@ -50,15 +53,16 @@ class JsonParser:
         model: str,
         version: str,
         limits: ServeLimits,
+        caller: str = "",
     ) -> tuple[InferRequest, BinaryOutputs]:
         """Parse the body of a v2 REST request, as `read_request`."""
         if header_bytes(header_length, len(body)) <= INLINE_BYTES:
             return read_request(body, header_length, model, version, limits)
         job = jobs.RestBody(header_length, model, version, limits)
-        return jobs.rest_body(job, await self.process.run(job, body))
+        return jobs.rest_body(job, await self.queue.run(job, body, caller))
 
     async def elements(
-        self, request: InferRequest, info: ModelInfo, limits: ServeLimits, regions: Regions | None
+        self, request: InferRequest, info: ModelInfo, limits: ServeLimits, regions: Regions | None, caller: str = ""
     ) -> InferRequest:
         """Parse the JSON elements of a request in the JSON process if they are large; else return it unchanged.
 
@@ -73,13 +77,13 @@ class JsonParser:
         done = {}
         for one in parsed:
             try:
-                done[id(one)] = await self._elements(one, kinds[one.name], types[one.name], limits, regions)
+                done[id(one)] = await self._elements(one, kinds[one.name], types[one.name], limits, regions, caller)
             except InputError as error:
                 raise InputError(f"input {one.name}: {error}") from None
         return msgspec.structs.replace(request, inputs=tuple(done.get(id(one), one) for one in request.inputs))
 
     async def _elements(
-        self, tensor: Tensor, kind: str, type: str, limits: ServeLimits, regions: Regions | None
+        self, tensor: Tensor, kind: str, type: str, limits: ServeLimits, regions: Regions | None, caller: str
     ) -> Tensor:
         count = byte_size("uint8", tensor.shape)
         if count > min(limits.elements_max, LIST_ITEMS_MAX):
@@ -88,9 +92,9 @@ class JsonParser:
             count = len(tensor.values)
             raw: bytes | bytearray | memoryview = encode_elements(element_bytes(tensor.values))
         else:
-            raw = await asyncio.to_thread(tensor_bytes, tensor, regions)
+            raw = await finish_in_thread(tensor_bytes, tensor, regions)
         job = jobs.Elements(kind, type, count, limits.elements_max)
-        found = jobs.documents(await self.process.run(job, raw))
+        found = jobs.documents(await self.queue.run(job, raw, caller))
         values: tuple[object, ...]
         if kind == "list":
             values = tuple(map(msgspec.msgpack.decode, found))
@@ -98,11 +102,11 @@ class JsonParser:
             values = tuple(Packed(kind, data=one) for one in found)
         return msgspec.structs.replace(tensor, raw=None, values=values, region=None)
 
-    async def check(self, name: str, value: Packed) -> None:
+    async def check(self, name: str, value: Packed, caller: str = "") -> None:
         """Raise InputError unless an encoded input consists of valid json values; its sender may be hostile."""
         for one in value.leaves():
             try:
-                await self.process.run(jobs.CheckJson(), one.data)
+                await self.queue.run(jobs.CheckJson(), one.data, caller)
             except InputError as error:
                 raise InputError(f"input {name}: {error}") from None
 

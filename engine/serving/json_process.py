@@ -1,9 +1,11 @@
 """JSON process: parses and writes large documents, one at a time.
 
 A parser written in C holds the GIL for a whole document, which delays all other requests of its process: a tenth of a
-second for 20 MB, several seconds for a million objects. In a process of its own it delays only other large documents.
-The process is started by exec for the first document, with one end of a socket pair, with the privileges of a worker
-and a low priority. If it dies, or takes longer than JOB_S, its one document fails; the next one starts a new process.
+second for 20 MB, several seconds for a million objects. In a process of its own it delays none of them. `json_queue.py`
+shares a few such processes among callers.
+
+A process is started by exec for its first document, with one end of a socket pair, with the privileges of a worker and
+a low priority. If it dies, or takes longer than JOB_S, its one document fails; the next one starts a new process.
 
     socket: 8 bytes length of the job, 8 bytes length of the data, the job (MessagePack), the data
     back:   1 byte, 8 bytes length, the answer; or the text of an InputError
@@ -11,7 +13,6 @@ and a low priority. If it dies, or takes longer than JOB_S, its one document fai
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import logging
@@ -22,7 +23,6 @@ import socket
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -33,9 +33,6 @@ from weftline.errors import InputError, LimitReached, WeftlineError
 
 JOB_S = 20.0
 """Timeout of one document."""
-
-WAITING_MAX = 64
-"""Most queued documents; more are refused."""
 
 NICE = 10
 """Niceness of the process, see nice(2)."""
@@ -51,37 +48,23 @@ _decode_job = msgspec.msgpack.Decoder(Job).decode
 
 
 class JsonProcess:
-    """The process, seen from a server. Used from one event loop; `close` ends it."""
+    """One process, seen from a server. `exchange` blocks, one call at a time; `close` ends it from any thread."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "weftline-json")
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._waiting = 0
 
     @property
     def pid(self) -> int | None:
-        """The process' pid; None before the first large document."""
+        """The process' pid; None before the first document."""
         return self._process.pid if self._process is not None else None
 
-    async def run(self, job: Job, data: bytes | bytearray | memoryview) -> bytes:
-        """Run a job in the process. InputError: wrong data. LimitReached: it took longer than JOB_S."""
-        if self._waiting >= WAITING_MAX:
-            raise LimitReached(f"{WAITING_MAX} large JSON documents are being read", retry_after_s=1.0)
-        self._waiting += 1
-        done = asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, job, data)
-        done.add_done_callback(self._count)
-        return await done
-
     def close(self) -> None:
-        """End the process and everything that waits for it. Safe to call twice."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the process and fail the document that it reads. Safe to call twice."""
         self._end()
 
-    def _count(self, done: asyncio.Future[bytes]) -> None:
-        self._waiting -= 1
-
-    def _exchange(self, job: Job, data: bytes | bytearray | memoryview) -> bytes:
+    def exchange(self, job: Job, data: bytes | bytearray | memoryview) -> bytes:
+        """Run a job in the process. InputError: wrong data. LimitReached: it took longer than JOB_S."""
         try:
             sock = self._sock or self._start()
             head = msgspec.msgpack.encode(job)

@@ -147,3 +147,15 @@ def test_memory_does_not_grow_with_callers_or_charges() -> None:
     assert len(queue._callers) <= IDLE_CALLERS_MAX + 1
     assert len(queue._heads) <= 2 * IDLE_CALLERS_MAX + 40
     assert drained(queue) == ["stays"]
+
+
+def test_callers_that_are_passed_over_keep_their_place() -> None:
+    queue: FairQueue[str] = FairQueue(10)
+    for item, caller in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("c1", "c")):
+        queue.add(item, caller, 1)
+    assert queue.first(skip={"a"}) == "b1"
+    assert queue.pop(skip={"a", "b"}) == "c1"
+    assert queue.first(skip={"a", "b"}) is None
+    with pytest.raises(IndexError):
+        queue.pop(skip={"a", "b"})
+    assert drained(queue) == ["a1", "b1", "a2"]

@@ -249,7 +249,7 @@ class FrontendConnection:
         """Check the large JSON inputs of a request, which an untrusted process has parsed."""
         for name, value in ask.inputs.items():
             if isinstance(value, Packed):
-                await self._json.check(name, value)
+                await self._json.check(name, value, ask.caller)
 
     async def _stream(self, number: int, ask: Ask) -> None:
         window = self._windows[number] = _StreamWindow()

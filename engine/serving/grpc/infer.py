@@ -25,6 +25,7 @@ from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse
 from weftline.engine.serving.v2.parameters import shorter_deadline
@@ -167,13 +168,13 @@ class Inference:
         if len(head) <= INLINE_HEAD_BYTES:
             return parse_request_head(head, id, raws, self.limits)
         async with self._parsing:
-            return await asyncio.to_thread(parse_request_head, head, id, raws, self.limits)
+            return await finish_in_thread(parse_request_head, head, id, raws, self.limits)
 
     async def parse(self, request: InferRequest, call: CallContext, size_bytes: int) -> tuple[ModelInfo, ParsedRequest]:
         """Authorise a request for its model and regions, and convert it to backend requests."""
         info = self._authorised_info(request, call)
         if size_bytes > INLINE_BYTES or any(one.region is not None for one in request.inputs):
-            request = await self.json.elements(request, info, self.limits, self.regions)
+            request = await self.json.elements(request, info, self.limits, self.regions, call.caller.name)
         return info, to_asks(
             request,
             info,

@@ -18,8 +18,10 @@ from starlette.types import Message, Receive
 from weftline.engine.runtime.byte_budget import RETRY_S, ByteBudget
 from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.http.connection import BODY_BYTES_S
+from weftline.engine.serving.http.context import caller_of
 from weftline.engine.serving.http.errors import HttpError, too_large
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.strict_json import loads
 from weftline.errors import LimitReached
 
@@ -138,7 +140,7 @@ async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memor
         raise HttpError("content-encoding: expected gzip, deflate or none", code=415)
     if len(body) < THREAD_BYTES:
         return decompressed(body, _WINDOW[encoding], bytes_max)
-    return await asyncio.to_thread(decompressed, body, _WINDOW[encoding], bytes_max)
+    return await finish_in_thread(decompressed, body, _WINDOW[encoding], bytes_max)
 
 
 async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
@@ -188,7 +190,7 @@ async def json_object_of(
     body = await body_of(request, bytes_max)
     if empty and not bytes(body).strip():
         return {}
-    value = loads(body, "the body") if json is None else await json.document(body, "the body")
+    value = loads(body, "the body") if json is None else await json.document(body, "the body", caller_of(request).name)
     if not isinstance(value, dict):
         raise HttpError("the body: expected a JSON object")
     return value

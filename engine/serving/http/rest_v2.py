@@ -157,16 +157,17 @@ class Infer:
         version = check_version(request.path_params.get("version", ""))
         info = self._context.authorised_info(request, model, version)
         body = await body_of(request, limits.message_bytes_max)
+        caller = caller_of(request).name
         json, regions = self._context.json, self._context.shared_memory if self._context.shared_memory.enabled else None
-        asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits)
+        asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits, caller)
         caller_of(request).check_regions(asking)
         asked = to_asks(
-            await json.elements(asking, info, limits, regions),
+            await json.elements(asking, info, limits, regions, caller),
             info,
             limits,
             regions,
             deadline_ms=deadline_ms_of(request),
-            caller=caller_of(request).name,
+            caller=caller,
             protocol="http",
             traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
             size_bytes=len(body),

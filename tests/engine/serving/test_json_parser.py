@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,16 +53,16 @@ def _asked(parser: JsonParser, type: str, *documents: object, limits: ServeLimit
 def test_a_large_document_round_trips_and_a_small_one_starts_no_process() -> None:
     async def work(parser: JsonParser) -> None:
         assert await _asked(parser, "json", {"a": 1}) == {"a": 1}
-        assert parser.process.pid is None
+        assert not parser.queue.pids()
         large = await _asked(parser, "json", LARGE)
         assert large.__class__ is Packed and msgspec.msgpack.decode(large.data) == LARGE
-        pid = parser.process.pid
+        pids = parser.queue.pids()
         both = await _asked(parser, "list[json]", LARGE, {"a": 1})
         assert both.kind == "list" and msgspec.msgpack.decode(both.items[1].data) == {"a": 1}
         assert await _asked(parser, "list[list[text]]", [["a"] * 40_000]) == [[["a"] * 40_000]]
         found = [{"name": "star", "score": 0.5, "box": [1, 2, 3, 4]}] * 2000
         assert (await _asked(parser, "detections", found)).kind == "detections"
-        assert parser.process.pid == pid
+        assert pids and set(pids) <= set(parser.queue.pids())
 
     _with(work)
 
@@ -137,13 +139,13 @@ def test_a_large_rest_body_comes_back_with_raw_tensors() -> None:
 def test_the_event_loop_runs_on_while_a_large_document_is_read() -> None:
     async def work(parser: JsonParser) -> None:
         await parser.document(b'"' + b"x" * 80_000 + b'"', "x")  # the process stands
-        os.kill(parser.process.pid or 0, signal.SIGSTOP)
+        os.kill(parser.queue.pids()[0], signal.SIGSTOP)
         reading = asyncio.ensure_future(_asked(parser, "json", LARGE))
         for _ in range(20):
             await asyncio.sleep(0.005)
         assert not reading.done()
         assert await parser.document(b"[1]", "x") == [1]
-        os.kill(parser.process.pid or 0, signal.SIGCONT)
+        os.kill(parser.queue.pids()[0], signal.SIGCONT)
         assert isinstance(await reading, Packed)
 
     _with(work)
@@ -154,7 +156,7 @@ def test_a_dead_or_hung_process_fails_its_document_and_is_replaced(
 ) -> None:
     async def work(parser: JsonParser) -> None:
         await _asked(parser, "json", LARGE)
-        os.kill(parser.process.pid or 0, signal.SIGKILL)
+        os.kill(parser.queue.pids()[0], signal.SIGKILL)
         with pytest.raises(WeftlineError, match="ended"):
             await _asked(parser, "json", LARGE)
         assert "the JSON process died: signal 9, SIGKILL; its document fails; then: " in caplog.text
@@ -173,5 +175,69 @@ def test_bytes_of_a_hostile_process_that_are_no_json_are_refused() -> None:
         for data in (b"\xc1", b"\xdd\xff\xff\xff\xff", msgspec.msgpack.encode({1: 2}), msgspec.msgpack.encode(b"x")):
             with pytest.raises(InputError, match="input x: found bytes that are no json value"):
                 await parser.check("x", Packed("list", items=(Packed("json", data=data),)))
+
+    _with(work)
+
+
+SMALL = b'"' + b"x" * 80_000 + b'"'
+SLOW = b"[" + b'{"a":[1]},' * 20_000 + b"1]"
+"""200 KB that take about 80 ms."""
+
+
+def test_documents_of_one_caller_do_not_delay_those_of_another() -> None:
+    async def work(parser: JsonParser) -> None:
+        await asyncio.gather(*(parser.document(SMALL, "x", name) for name in ("a", "b")))
+        await asyncio.gather(*(parser.document(SLOW, "x", name) for name in ("a", "b")))
+        for size, documents in ((len(SLOW), [SLOW] * 20), (len(SMALL), [SLOW[:120_000] + b"1]"] * 40)):
+            greedy = [asyncio.ensure_future(parser.document(one, "x", "greedy")) for one in documents]
+            await asyncio.sleep(0.02)
+            await parser.document(SMALL if size < 100_000 else SLOW, "x", "other")
+            assert sum(one.done() for one in greedy) < len(greedy) / 2
+            for one in greedy:
+                one.cancel()
+            await asyncio.gather(*greedy, return_exceptions=True)
+
+    _with(work)
+
+
+def test_a_full_queue_refuses_the_caller_with_the_most_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weftline.engine.serving.json_queue.WAITING_MAX", 4)
+
+    async def work(parser: JsonParser) -> None:
+        greedy = [asyncio.ensure_future(parser.document(SLOW, "x", "greedy")) for _ in range(6)]
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(parser.document(SLOW, "x", "other")) for _ in range(3)]
+        found = await asyncio.gather(*greedy, *others, return_exceptions=True)
+        refused = [isinstance(one, LimitReached) for one in found]
+        assert sum(refused[:6]) >= 2 and not any(refused[6:])
+
+    _with(work)
+
+
+def test_a_cancelled_document_is_let_go_at_once_or_after_it_was_read() -> None:
+    class Watched(bytearray):
+        """A bytearray that weak references can watch."""
+
+    async def work(parser: JsonParser) -> None:
+        await parser.document(SLOW, "x", "a")
+        documents = [Watched(SLOW) for _ in range(10)]
+        watched = [weakref.ref(one) for one in documents]
+        reading = [asyncio.ensure_future(parser.document(one, "x", "a")) for one in documents]
+        del documents
+        await asyncio.sleep(0.01)
+        for one in reading:
+            one.cancel()
+        await asyncio.sleep(0.01)
+        assert sum(task.done() for task in reading) == 9, "the one that is read keeps its request"
+        left = next(task for task in reading if not task.done())
+        reading.clear()  # a finished task keeps its frames
+        del one
+        gc.collect()
+        assert sum(each() is not None for each in watched) == 1, "a document outlives its request"
+        await asyncio.wait([left])
+        del left
+        await asyncio.sleep(0.01)  # the thread releases its work after it has reported its end
+        gc.collect()
+        assert not any(each() is not None for each in watched)
 
     _with(work)
