@@ -4,7 +4,8 @@ Probes need no token. On a server with tokens they see only '', since a status s
 token call ModelReady.
 
 Watchers receive changes. A backend has no notification of state changes, so while there are watchers, one task polls
-the index every POLL_S for all of them.
+the index every POLL_S for all of them. They need no token, so a connection has WATCHES_MAX, and beyond WATCHERS_MAX in
+all the oldest watch of the connection with the most of them ends for a new one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from weftline.engine.serving.backend import Backend
 from weftline.engine.serving.grpc.protos import HEALTH
-from weftline.engine.serving.grpc.service import CALLER
+from weftline.engine.serving.grpc.service import CALLER, PEER
 from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.v2.metadata import server_ready
 from weftline.errors import LimitReached, UnknownModel
@@ -23,8 +24,9 @@ from weftline.errors import LimitReached, UnknownModel
 POLL_S = 0.1
 """Polling interval, the longest delay of a change."""
 
-WATCHERS_MAX, RETRY_S = 64, 5.0
-"""Most concurrent Watch calls, and the retry delay beyond."""
+WATCHES_MAX, WATCHERS_MAX, RETRY_S = 16, 1024, 5.0
+"""Most concurrent Watch calls of a connection and in all, and the retry delay beyond. gRPC's clients open one for each
+connection and service; one takes about 10 KB."""
 
 Status = int
 _Response = HEALTH.HealthCheckResponse
@@ -38,8 +40,7 @@ class GrpcHealth:
         self._backend = backend
         self._serving = serving
         self._statuses: dict[str, Status] = {}
-        self._watchers = 0
-        self._changed = asyncio.Event()
+        self._watches: dict[str, dict[_Watch, None]] = {}  # by connection; oldest first
         self._polling: asyncio.Task[None] | None = None
         serving.listen(self._poll)
 
@@ -50,12 +51,11 @@ class GrpcHealth:
         return _Response(status=status)
 
     async def watch(self, request: Any) -> AsyncGenerator[Any, None]:
-        if self._watchers >= WATCHERS_MAX:  # they need no token, and each uses one of limits.calls_max
-            raise LimitReached(f"{WATCHERS_MAX} calls watch already; ask with Check", RETRY_S)
+        peer, watch = PEER.get(), _Watch()
         sent: Status | None = None
-        self._enter()
+        self._enter(peer, watch)
         try:
-            while True:
+            while not watch.ended:
                 status = self._statuses.get(request.service, UNKNOWN) if _visible(request.service) else UNKNOWN
                 if status != sent:
                     sent = status
@@ -63,9 +63,11 @@ class GrpcHealth:
                 elif not self._serving.on:
                     return  # a drain does not wait for watchers
                 else:
-                    await self._changed.wait()
+                    watch.changed.clear()
+                    await watch.changed.wait()
+            raise LimitReached(f"more than {WATCHERS_MAX} calls watch; ask with Check", RETRY_S)
         finally:
-            self._leave()
+            self._leave(peer, watch)
 
     def _current(self) -> dict[str, Status]:
         """Return the status of the server and of every model."""
@@ -77,25 +79,50 @@ class GrpcHealth:
         statuses = self._current()
         if statuses != self._statuses or not self._serving.on:  # watchers end with the drain, even without a change
             self._statuses = statuses
-            self._changed.set()
-            self._changed = asyncio.Event()
+            for watches in self._watches.values():
+                for watch in watches:
+                    watch.changed.set()
 
     async def _poll_forever(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
             self._poll()
 
-    def _enter(self) -> None:
-        self._watchers += 1
+    def _enter(self, peer: str, watch: _Watch) -> None:
+        if len(self._watches.get(peer, ())) >= WATCHES_MAX:
+            raise LimitReached(f"{WATCHES_MAX} calls of this connection watch already; ask with Check", RETRY_S)
+        if sum(map(len, self._watches.values())) >= WATCHERS_MAX:
+            most = max(self._watches.values(), key=len)
+            oldest = next(iter(most))
+            oldest.ended = True
+            oldest.changed.set()
+            self._forget(next(name for name, watches in self._watches.items() if watches is most), oldest)
+        self._watches.setdefault(peer, {})[watch] = None
         if self._polling is None:
             self._poll()
             self._polling = asyncio.ensure_future(self._poll_forever())
 
-    def _leave(self) -> None:
-        self._watchers -= 1
-        if not self._watchers and self._polling is not None:
+    def _forget(self, peer: str, watch: _Watch) -> None:
+        watches = self._watches.get(peer, {})
+        watches.pop(watch, None)
+        if not watches:
+            self._watches.pop(peer, None)
+
+    def _leave(self, peer: str, watch: _Watch) -> None:
+        self._forget(peer, watch)
+        if not self._watches and self._polling is not None:
             self._polling.cancel()
             self._polling = None
+
+
+class _Watch:
+    """One Watch call. ended: it ends for another."""
+
+    __slots__ = ("changed", "ended")
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.ended = False
 
 
 def _visible(service: str) -> bool:

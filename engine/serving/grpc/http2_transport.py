@@ -7,6 +7,10 @@ A unary ModelInfer runs without a task: `Inference.start` calls back in the loop
 Responses that are ready in one turn of the loop are sent by one write. After TURN_S the rest of the received work waits
 for the next turn, and nothing more is read from that connection.
 
+A call takes one of `limits.calls_max` slots once its message is there and if its method needs rights. Others have a
+share of their own (`OpeningCalls`). At `connections_max` a connection that serves no such call is closed for a new one
+(`ConnectionTable`).
+
 What a client can make the server hold: STREAM_WINDOW_BYTES for each call, the messages admitted to the byte budget
 (checked against the length prefix, before the receive window is raised, and counted until a method takes them), and
 responses that it does not read, of calls that were admitted. With more than UNSENT_BYTES_MAX of those a connection gets
@@ -32,8 +36,11 @@ import numpy as np
 
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
+from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.auth.tls import ssl_context
+from weftline.engine.serving.call_slots import RETRY_S, CallSlots, OpeningCalls
 from weftline.engine.serving.config import FREE_BYTES, ServeConfig
+from weftline.engine.serving.connection_table import ConnectionTable
 from weftline.engine.serving.grpc.guard import Guard, UnknownMethod
 from weftline.engine.serving.grpc.nghttp2 import (
     BODY,
@@ -50,6 +57,7 @@ from weftline.engine.serving.grpc.nghttp2 import (
 )
 from weftline.engine.serving.grpc.service import (
     CALLER,
+    PEER,
     CallContext,
     InferMethod,
     Message,
@@ -192,17 +200,22 @@ class GrpcCall:
         "_reading",
         "_receiving_large",
         "_running",
+        "_slot",
         "_timer",
         "_writing",
         "caller",
+        "counted",
         "deadline_s",
         "method",
+        "opening",
         "parent",
         "progress_s",
         "stream",
     )
 
-    def __init__(self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller) -> None:
+    def __init__(
+        self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller, counted: bool = True
+    ) -> None:
         self._connection = connection
         self._error: Exception | None = None  # ends the call in place of what its task raises
         self._held_bytes = 0  # of a large message in the budget, until a method takes it
@@ -217,6 +230,9 @@ class GrpcCall:
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False  # its headers are sent, and messages follow
         self._ended = False
+        self._slot = False  # it has one of `limits.calls_max`
+        self.opening = False  # its first message has not arrived
+        self.counted = counted  # its method needs rights
         self.stream = stream
         self.method = method
         self.caller = caller
@@ -242,6 +258,7 @@ class GrpcCall:
         streamed = isinstance(self.method, StreamMethod)
         if stream.received_bytes - self._progress_bytes >= PROGRESS_BYTES:
             self._progress_bytes, self.progress_s = stream.received_bytes, server.now_s
+            server.opening.progressed(self)
         if stream.block is not None:
             if stream.filled_bytes < len(stream.block):
                 return
@@ -266,11 +283,34 @@ class GrpcCall:
     def _add_message(self, message: Message, size: int, streamed: bool) -> None:
         """Queue a message for the method; size: its length with the prefix."""
         self._receiving_large = False
+        if self.opening:
+            self._take_slot()
         if self._messages and not streamed:
             raise _Unsupported("found a second message, expected one")
         self._messages.append((message, self._held_bytes))
         self._held_bytes = 0
         self._queued_bytes += size
+
+    def _take_slot(self) -> None:
+        """Count the call once its first message is there; LimitReached without a slot for its caller."""
+        server = self._connection.server
+        server.opening.discard(self)
+        self.opening = False
+        if self.counted:
+            server.slots.take(self.caller.name)
+            self._slot = True
+            closed = server.table.begin_call(self._connection, self.caller.name)
+            if closed is not None:
+                closed.close_for_another()
+
+    def _give_slot_back(self) -> None:
+        server = self._connection.server
+        if self.opening:
+            server.opening.discard(self)
+        if self._slot:
+            self._slot = False
+            server.slots.give_back(self.caller.name)
+            server.table.end_call(self._connection)
 
     def on_end(self) -> None:
         """Start a unary method, or let `read` return None. Raises what refuses the call."""
@@ -287,6 +327,7 @@ class GrpcCall:
     def on_closed(self) -> None:
         """Cancel the method: the stream is over."""
         self._release()
+        self._give_slot_back()
         running, self._running = self._running, None
         if self._timer is not None:
             self._timer.cancel()
@@ -331,6 +372,7 @@ class GrpcCall:
 
     async def _run(self) -> None:
         CALLER.set(self.caller)
+        PEER.set(self._connection.peer)
         try:
             if isinstance(self.method, StreamMethod):
                 await self.method.run(self)
@@ -467,6 +509,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def __init__(self, server: Http2Transport) -> None:
         self.server = server
         self.http2: Http2Connection
+        self.peer = ""
         self.ready: deque[GrpcCall] = deque()
         self.writers: set[GrpcCall] = set()
         self.calls: set[GrpcCall] = set()
@@ -490,15 +533,18 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         server = self.server
         tls = transport.get_extra_info("ssl_object")
-        if server.closed or len(server.connections) >= server.connections_max:
+        if server.closed or (tls and tls.selected_alpn_protocol() != "h2"):
             self._transport.abort()
             return
-        if tls and tls.selected_alpn_protocol() != "h2":
-            self._transport.abort()
-            return
+        address = transport.get_extra_info("peername")
+        address = str(address[0]) if isinstance(address, tuple) else ""
+        self._opened_s = self._received_s = self._sent_s = self._ping_allowed_s = time.monotonic()
+        closed = server.table.add(self, address, self._opened_s)
+        if closed is not None:
+            closed.close_for_another()
+        self.peer = f"{address} {id(self)}"
         self.http2 = Http2Connection(server.http2_limits)
         self._closed = False
-        self._opened_s = self._received_s = self._sent_s = self._ping_allowed_s = time.monotonic()
         server.connections.add(self)
         self._transport.set_write_buffer_limits(FLUSH_BYTES)
         if server.closing:
@@ -526,11 +572,19 @@ class GrpcConnection(asyncio.BufferedProtocol):
         """Close at once, without sending what is queued."""
         self._transport.abort()
 
+    def close_for_another(self) -> None:
+        """Close with a notice (GOAWAY) after which clients connect again."""
+        _log.debug("a gRPC connection is closed for another: limits.connections_max is reached")
+        if not self._closed:
+            self.http2.terminate()
+            self._close_now()
+
     def connection_lost(self, exc: Exception | None) -> None:
         if self._closed:
             return
         self._closed = True
         self.server.connections.discard(self)
+        self.server.table.remove(self)
         self._unread = memoryview(b"")
         for stream in self.http2.close():
             self._on_closed(stream)
@@ -622,6 +676,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
         stream.call = call
         self.calls.add(call)
         server.calls += 1
+        call.opening = True
+        ended = server.opening.add(call, call.counted)
+        if ended is not None:
+            ended.opening = False
+            ended.end(LimitReached("the message did not arrive, and other calls wait to begin", RETRY_S))
         if isinstance(call.method, StreamMethod):
             call.start()
 
@@ -655,11 +714,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
         caller = server.guard.admit(name_of, authorization)
         if self.http2.unsent_bytes > UNSENT_BYTES_MAX:
             raise LimitReached("the connection has not read the responses of earlier calls")
-        if server.calls >= server.calls_max:
-            raise LimitReached(f"{server.calls} calls are open; limits.calls_max is {server.calls_max}")
+        counted = METHODS.get(name_of) is not OPEN
+        if counted:
+            server.slots.check(caller.name)
         if encoding not in (b"", b"identity"):
             raise _Unsupported("found a grpc-encoding that is not supported, expected identity")
-        call = GrpcCall(self, stream, server.methods[name_of], caller)
+        call = GrpcCall(self, stream, server.methods[name_of], caller, counted)
         if timeout:
             call.deadline_s = time.monotonic() + parse_timeout(timeout)
         call.parent = parent
@@ -822,8 +882,9 @@ class Http2Transport:
         self.http2_limits = Http2Limits(limits.streams_max, limits.metadata_bytes_max)
         self.message_bytes_max = limits.message_bytes_max
         self.metadata_bytes_max = limits.metadata_bytes_max
-        self.calls_max = limits.calls_max
-        self.connections_max = limits.connections_max
+        self.slots = CallSlots(limits.calls_max)
+        self.opening: OpeningCalls[GrpcCall] = OpeningCalls()
+        self.table: ConnectionTable[GrpcConnection] = ConnectionTable(limits.connections_max)
         self.header_s = limits.header_s
         self.keepalive_s = limits.keepalive_s
         self.ping_wait_s = limits.keepalive_wait_s
@@ -862,12 +923,7 @@ class Http2Transport:
         if context is None:
             return await self.loop.create_server(lambda: GrpcConnection(self), sock=bound, backlog=BACKLOG)
         bound.listen(BACKLOG)
-        return TlsListener(bound, context, self.header_s, lambda: GrpcConnection(self), self._has_room)
-
-    def _has_room(self) -> bool:
-        """Return whether a further TLS connection is admitted; handshakes count as connections."""
-        handshakes = sum(one.handshakes for one in self._servers if isinstance(one, TlsListener))
-        return len(self.connections) + handshakes < self.connections_max
+        return TlsListener(bound, context, self.header_s, self.table.connections_max, lambda: GrpcConnection(self))
 
     def _bind_host(self) -> list[socket.socket]:
         config = self._config.grpc
@@ -926,6 +982,8 @@ class Http2Transport:
 
     def _check_connections(self) -> None:
         self.now_s = time.monotonic()
+        for late in self.table.expired(self.now_s):
+            late.close_for_another()
         for connection in list(self.connections):
             try:
                 connection.check(self.now_s)

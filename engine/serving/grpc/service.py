@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 CALLER: ContextVar[Caller] = ContextVar("weftline_caller", default=ANONYMOUS)
 """Caller of the current call, set by the transport."""
 
+PEER: ContextVar[str] = ContextVar("weftline_peer", default="")
+"""Key of the connection of the current call, set by the transport."""
+
 Message = bytes | memoryview
 """An encoded message. A large one is a read-only view of the memory that it was received in."""
 
