@@ -65,8 +65,8 @@ from weftline.engine.serving.grpc.service import (
     StreamMethod,
     pushback,
 )
-from weftline.engine.serving.grpc.tls_listener import TlsListener
 from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.tls_listener import TlsListener
 from weftline.engine.serving.unix_socket import placed
 from weftline.errors import DeadlineExceeded, LimitReached, ModelError, RequestCancelled, WeftlineError
 

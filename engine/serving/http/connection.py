@@ -1,6 +1,10 @@
-"""HTTP connection limits: header size, and time to send a request and read its answer.
+"""HTTP connection limits: number, header size, unread bytes, and time to send a request and read its answer.
 
-uvicorn's protocol over httptools (llhttp) reads the bytes; it limits neither. Here:
+uvicorn's protocol over httptools (llhttp) reads the bytes; it limits none of them. Here:
+
+- at `connections_max` a connection that serves no call is closed for another (`ConnectionTable`);
+- bytes behind a request that has no answer yet (pipelining) stay unparsed and the connection is not read; a connection
+  that brings the unread bytes of all connections over UNREAD_BYTES_MAX is closed;
 
 - more than `metadata_bytes_max` bytes without a finished header, body piece or request end: 431, and the end;
 - a connection whose peer acknowledges nothing for `keepalive_s` + `keepalive_wait_s` is closed by the kernel, idle or
@@ -14,13 +18,16 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Receive
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.connection_table import LATE_S, ConnectionTable
 
 T = TypeVar("T")
 
@@ -32,6 +39,18 @@ KEEPALIVE_S_MAX = 32_767
 
 TARGET = "weftline.target"
 """Scope key of the request target as it was sent; ASGI keeps only its path."""
+
+CONNECTION = "weftline.connection"
+"""Scope key of the connection, for its calls in the ConnectionTable."""
+
+UNREAD_BYTES_MAX = 32 << 20
+"""Most received bytes of all connections that are not parsed yet."""
+
+SLICE_BYTES, CHUNKED_BYTES = 1 << 10, 4 << 10
+"""Bytes that are parsed at a time: of headers, which may be those of many requests, and of a chunked body."""
+
+CLOSE_S = 1.0
+"""Time for a client to take the rest of a response when its connection is closed for another."""
 
 STALL_S = 60.0
 """Longest time that a client may read nothing of a response, as in the gRPC server."""
@@ -64,12 +83,38 @@ def _set_unacknowledged_max(sock: Any, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control, which resumes reading once kept bytes have been parsed."""
+
+    def __init__(self, transport: Any, parse_kept: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._parse_kept = parse_kept
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            if not self._parse_kept() and not self._transport.is_closing():
+                self._transport.resume_reading()
+
+
+@dataclass(slots=True)
+class _Unread:
+    """Unparsed bytes of all connections of a server."""
+
+    total: int = 0
+
+
 def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
     """Return the protocol class for uvicorn's `http` setting."""
+    table: ConnectionTable[Any] = ConnectionTable(limits.connections_max)
+    unread = _Unread()
 
     class LimitedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self._kept = b""  # received and not parsed
+            self._in_body = False
+            self._body_left = 0  # of a body with a length
             self._unparsed = 0  # bytes since the parser last finished something
             self._headers_bytes = 0
             self._body_bytes = 0
@@ -80,13 +125,39 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.flow = _Flow(transport, self._parse_kept)
+            closed = table.add(self, self.client[0] if self.client else "", self.loop.time())
+            if closed is not None:
+                closed.close_for_another()
+            if len(table) > limits.connections_max:
+                self.loop.call_later(LATE_S + 0.1, self._close_late)
             self._timer = self.loop.call_later(limits.header_s, self._check_time)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._timer is not None:
                 self._timer.cancel()
             self._end_stall()
+            table.remove(self)
+            self._keep(b"")
             super().connection_lost(exc)
+
+        def begin_call(self, caller: str) -> None:
+            """Note that a call with rights begins; LimitReached as `ConnectionTable.begin_call`."""
+            closed = table.begin_call(self, caller)
+            if closed is not None:
+                closed.close_for_another()
+
+        def end_call(self) -> None:
+            table.end_call(self)
+
+        def close_for_another(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.close()
+                self.loop.call_later(CLOSE_S, self.transport.abort)
+
+        def _close_late(self) -> None:
+            for late in table.expired(self.loop.time()):
+                late.close_for_another()
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -117,12 +188,55 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            if not self._sending:
-                self._expect_request()
-            self._unparsed += len(data)
-            super().data_received(data)
-            if max(self._unparsed, self._headers_bytes) > limits.metadata_bytes_max and self._sending:
-                self._refuse_headers()
+            if self._kept:
+                self._keep(self._kept + data)
+            else:
+                self._parse(data)
+
+        def _parse(self, data: bytes) -> None:
+            """Parse bytes up to the end of a request; keep the rest while that request has no answer."""
+            while data and not self.transport.is_closing():
+                if self._blocked():
+                    self._keep(data)
+                    return
+                size = self._body_left or (CHUNKED_BYTES if self._in_body else SLICE_BYTES)
+                part, data = (data, b"") if size >= len(data) else (data[:size], data[size:])
+                if not self._sending:
+                    self._expect_request()
+                self._unparsed += len(part)
+                super().data_received(part)
+                if max(self._unparsed, self._headers_bytes) > limits.metadata_bytes_max and self._sending:
+                    self._refuse_headers()
+
+        def _blocked(self) -> bool:
+            """Return True while a request has no answer, or a body waits to be taken."""
+            answering = not self._sending and self.cycle is not None and not self.cycle.response_complete
+            return answering or self.flow.read_paused
+
+        def _keep(self, data: bytes) -> None:
+            unread.total += len(data) - len(self._kept)
+            self._kept = data
+            if not data:
+                return
+            self.flow.pause_reading()
+            if unread.total > UNREAD_BYTES_MAX:
+                self.transport.abort()
+
+        def _parse_kept(self) -> bool:
+            """Parse kept bytes in the next turn of the loop; returns False if there are none."""
+            if not self._kept:
+                return False
+            self.flow.read_paused = True  # until then
+            self.loop.call_soon(self._parse_now)
+            return True
+
+        def _parse_now(self) -> None:
+            self.flow.read_paused = False
+            data = self._kept
+            self._keep(b"")
+            self._parse(data)
+            if not self.flow.read_paused and not self.transport.is_closing():
+                self.transport.resume_reading()
 
         def on_message_begin(self) -> None:
             self._headers_bytes = self._body_bytes = 0
@@ -140,16 +254,26 @@ def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
             self._unparsed = 0
             if self._headers_bytes <= limits.metadata_bytes_max:
                 self.scope[TARGET] = self.url  # type: ignore[literal-required]
+                self.scope[CONNECTION] = self  # type: ignore[literal-required]
+                self._in_body, self._body_left = True, self._announced_bytes()
                 super().on_headers_complete()
+
+        def _announced_bytes(self) -> int:
+            """Return the length of a body that has one; the parser has checked it."""
+            lengths = [value for name, value in self.headers if name == b"content-length"]
+            chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+            return int(lengths[0]) if lengths and not chunked else 0
 
         def on_body(self, body: bytes) -> None:
             self._unparsed = 0
             self._body_bytes += len(body)
+            self._body_left = max(0, self._body_left - len(body))
             if self.cycle is not None:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._unparsed = 0
+            self._unparsed = self._body_left = 0
+            self._in_body = False
             if self._headers_bytes > limits.metadata_bytes_max or self.cycle is None:
                 return
             self._sending = False

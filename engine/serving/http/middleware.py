@@ -16,8 +16,8 @@ import asyncio
 import ipaddress
 import logging
 import re
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -27,14 +27,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
+from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import Body
-from weftline.engine.serving.http.connection import TARGET, ClientGone
+from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
 from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
-from weftline.errors import AccessDenied, LimitReached
+from weftline.errors import AccessDenied
 from weftline.nodes.loopback import is_loopback
 
 WORK = (INFER, MEMORY, ADMIN)
@@ -58,30 +59,44 @@ class HttpGuard:
         self._routes = routes
         self._browsers = gate.asks_tokens
         self._names = not is_loopback(host)
-        self._calls = 0
+        self._slots = CallSlots(context.limits.calls_max)
         self._inflight = ByteBudget("limits.inflight_bytes_max", context.limits.budget_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope: {scope['type']}")
         sender = _ResponseSender(send, scope)
-        self._calls += 1
         try:
             caller, kind = self._admitted(scope)
-            if caller.limited and kind is INFER:
-                await self._gate.charge(caller)
             scope["weftline.caller"] = caller
-            body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
-            with closing(body):
-                await self._app(scope, body.receive, sender.send)
+            with self._slot(scope, caller) if kind is not OPEN else nullcontext():
+                if caller.limited and kind is INFER:
+                    await self._gate.charge(caller)
+                body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
+                with closing(body):
+                    await self._app(scope, body.receive, sender.send)
         except (ClientGone, ClientDisconnect):
             return
         except asyncio.CancelledError:  # only a server whose grace time is over cancels
             await self._send_error(draining_error(), scope, receive, sender)
         except Exception as error:
             await self._send_error(error, scope, receive, sender)
+
+    @contextmanager
+    def _slot(self, scope: Scope, caller: Caller) -> Iterator[None]:
+        """Count a call of its caller and its connection meanwhile; LimitReached if there are too many."""
+        self._slots.take(caller.name)
+        connection = scope.get(CONNECTION)
+        try:
+            if connection is not None:
+                connection.begin_call(caller.name)
+            try:
+                yield
+            finally:
+                if connection is not None:
+                    connection.end_call()
         finally:
-            self._calls -= 1
+            self._slots.give_back(caller.name)
 
     def _admitted(self, scope: Scope) -> tuple[Caller, str | None]:
         """Return the caller and the kind of right; raise the refusal of a request that is not allowed."""
@@ -103,7 +118,7 @@ class HttpGuard:
             raise draining_error()
         if kind is not OPEN:
             self._check_browser(headers)
-            self._check_limits(headers)
+            self._check_length(headers)
         return caller, kind
 
     def _matched(self, scope: Scope) -> tuple[str | None, set[str]]:
@@ -129,9 +144,7 @@ class HttpGuard:
         if not self._names and not _is_local_name(headers.get("host", "")):
             raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
 
-    def _check_limits(self, headers: Headers) -> None:
-        if self._calls > self._context.limits.calls_max:
-            raise LimitReached("too many calls at a time (limits.calls_max)", retry_after_s=1.0)
+    def _check_length(self, headers: Headers) -> None:
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:20]) > self._context.limits.message_bytes_max:
             raise too_large(self._context.limits.message_bytes_max)

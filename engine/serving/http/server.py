@@ -20,12 +20,13 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.auth.tls import ssl_context
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.config import HttpConfig, ServeConfig
+from weftline.engine.serving.config import HttpConfig, ServeConfig, ServeLimits
 from weftline.engine.serving.http.connection import limited, watch
 from weftline.engine.serving.http.context import Figures, HttpContext
 from weftline.engine.serving.http.routes import application
 from weftline.engine.serving.lifecycle import NetworkServer
 from weftline.engine.serving.statistics import Statistics
+from weftline.engine.serving.tls_listener import TlsListener
 from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 
 KEEP_ALIVE_S = 75
@@ -97,7 +98,7 @@ class HttpServer(NetworkServer):
         config.load()
         if self._tls is not None:
             config.ssl = ssl_context(self._tls)
-        self._server = _Server(config)
+        self._server = _Server(config, self._limits)
         self.port = sock.getsockname()[1]
         self._running = asyncio.create_task(self._server.serve([sock]), name="http server")
         while not self._server.started:
@@ -116,12 +117,35 @@ class HttpServer(NetworkServer):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, with a bounded shutdown.
+    """uvicorn without signal handlers, with a bounded shutdown and a limit on TLS handshakes.
 
     grace_s: longest time for open requests on shutdown; then each fails with 503.
     """
 
-    grace_s = 0.0
+    def __init__(self, config: uvicorn.Config, limits: ServeLimits) -> None:
+        super().__init__(config)
+        self.grace_s = 0.0
+        self._limits = limits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        context = self.config.ssl
+        if context is None:
+            await super().startup(sockets)
+            return
+        await self.lifespan.startup()
+        self.servers = []
+        for one in sockets or []:
+            one.setblocking(False)
+            one.listen(BACKLOG)
+            listener = TlsListener(one, context, self._limits.header_s, self._limits.connections_max, self._protocol)
+            self.servers.append(listener)  # type: ignore[arg-type]  # `close` is all that is called
+        self.started = True
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg, assignment]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
