@@ -45,14 +45,26 @@ class RateLimit:
         self._bucket = TokenBucket(burst, burst)
         self._at_s: float | None = None
 
-    def try_take(self, now_s: float) -> float:
-        """Take one permit and return 0.0; without one, return the seconds until the next."""
+    def try_take(self, now_s: float, cost: float = 1.0) -> float:
+        """Take `cost` permits and return 0.0; without a whole one, take none and return the seconds until the next.
+
+        Permits that are not there are owed: a request that costs more than the burst passes, and later ones wait.
+        """
+        self._refill(now_s)
+        if self._bucket.tokens < 1.0:
+            return (1.0 - self._bucket.tokens) / self.per_s
+        self._bucket.tokens -= cost
+        return 0.0
+
+    def spend(self, now_s: float, cost: float) -> None:
+        """Take `cost` permits, which may be owed: what an admitted request costs beyond its first permit."""
+        self._refill(now_s)
+        self._bucket.tokens -= cost
+
+    def _refill(self, now_s: float) -> None:
         if self._at_s is None or now_s > self._at_s:
             self._bucket.add((now_s - self._at_s) * self.per_s if self._at_s is not None else 0.0)
             self._at_s = now_s
-        if self._bucket.try_take():
-            return 0.0
-        return (1.0 - self._bucket.tokens) / self.per_s
 
 
 START_TOKENS = 10.0

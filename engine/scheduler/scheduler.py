@@ -359,7 +359,7 @@ def _admit_to_sequence(state: SchedulerState, event: ev.Submitted, route: Route)
         return ev.Refuse(event.request, message, 0.0, "InputError")
     admitted: list[StepQueue] = []
     for queue in queues:
-        refused = queue.admit(part, state.now_ms)
+        refused = queue.admit(part, state.now_ms, event.caller)
         if refused is not None:
             for earlier in admitted:
                 task_table.forgo_sequence(state, earlier, part.id)

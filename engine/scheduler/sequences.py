@@ -13,6 +13,7 @@ up to the one marked `end` are done, when it is idle for too long, or when its w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from weftline.errors import LimitReached
@@ -31,9 +32,11 @@ class _Sequence:
     waiting: its queued items, in order.
     running: the item that was started and is not done.
     begun:   an item of it was sent to the node.
+    caller:  name of the caller that started it; '' without one.
     """
 
     seen_ms: float
+    caller: str = ""
     owed: int = 0
     ending: bool = False
     worker: int | None = None
@@ -60,11 +63,13 @@ class Sequences:
         self._over: dict[str, None] = {}  # ended by a discard that is not reported yet
         self._waiting = 0
         self._held: dict[int, int] = {}  # worker -> how many live sequences it holds
+        self._callers: Counter[str] = Counter()  # live sequences of named callers
 
-    def admit(self, id: str, start: bool, end: bool, now_ms: float) -> str:
+    def admit(self, id: str, start: bool, end: bool, now_ms: float, caller: str = "") -> str:
         """Admit one item of a sequence: return '', or why it is refused.
 
-        A start of a live sequence restarts it after its queued items. LimitReached when there are too many sequences.
+        A start of a live sequence restarts it after its queued items. LimitReached when there are too many sequences,
+        and for a named caller that has as many as are left for all: one caller has half of them at most.
         """
         sequence = self._live.get(id)
         if not start:
@@ -77,8 +82,16 @@ class Sequences:
                 raise LimitReached(
                     f"{len(self._live)} sequences are open; sequence.live_max is {self.policy.live_max}; end one first"
                 )
+            left = self.policy.live_max - len(self._live)
+            if caller and self._callers[caller] >= left:
+                raise LimitReached(
+                    f"the caller has {self._callers[caller]} sequences open, and {left} of sequence.live_max are left "
+                    "for all; end one first"
+                )
             self._lost.pop(id, None)
-            sequence = _Sequence(now_ms)
+            sequence = _Sequence(now_ms, caller)
+            if caller:
+                self._callers[caller] += 1
         if sequence is not None:
             sequence.owed += 1
             sequence.ending = end
@@ -233,6 +246,8 @@ class Sequences:
         if sequence is None:
             return False
         self._let_go(sequence)
+        if sequence.caller:
+            self._callers -= Counter((sequence.caller,))
         for item in (*sequence.waiting, *(() if sequence.running is None else (sequence.running,))):
             del self._ids[item]
         self._waiting -= len(sequence.waiting)

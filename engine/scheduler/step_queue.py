@@ -216,12 +216,12 @@ class StepQueue:
     def has_new(self) -> bool:
         return bool(self._new)
 
-    def admit(self, part: SequencePart, now_ms: float) -> InputError | LimitReached | None:
+    def admit(self, part: SequencePart, now_ms: float, caller: str = "") -> InputError | LimitReached | None:
         """Admit one item of a sequence; return the error if it is refused."""
         if self.sequences is None:
             return None
         try:
-            refused = self.sequences.admit(part.id, part.start, part.end, now_ms)
+            refused = self.sequences.admit(part.id, part.start, part.end, now_ms, caller)
         except LimitReached as error:
             return error
         return InputError(refused) if refused else None

@@ -12,7 +12,7 @@ Errors are WeftlineErrors. Cancelling the task that awaits `ask`, or closing a s
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -61,9 +61,12 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 class Answer(msgspec.Struct):
     """The outputs of one request, lent: arrays may be views of shared memory and are to be copied before `release`.
 
+    Large outputs may still be in another process until `load`, so that a server reserves memory for them first.
+
     outputs:     by name; an absent one is None. Detections, text (str), json values, bytes, lists and numpy arrays.
     version:     the version that answered.
     traceparent: W3C trace context of the request's own span; '' when nothing is traced.
+    fetch:       sets the fields above and `give_back`; None: they are set.
     """
 
     outputs: Mapping[str, Any]
@@ -72,6 +75,19 @@ class Answer(msgspec.Struct):
     version: int = 0
     traceparent: str = ""
     give_back: Callable[[], None] | None = None
+    fetch: Callable[[Answer], Awaitable[None]] | None = None
+    remote_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the outputs in bytes: exact for arrays, text and bytes, estimated for json values."""
+        return self.remote_bytes or sum(map(value_bytes, self.outputs.values()))
+
+    async def load(self) -> None:
+        """Copy the outputs to this process if they are in another one."""
+        fetch, self.fetch = self.fetch, None
+        if fetch is not None:
+            await fetch(self)
 
     def release(self) -> None:
         """Give the memory back. Safe to call twice."""
@@ -84,6 +100,25 @@ class Answer(msgspec.Struct):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+SAMPLED = 64
+"""Elements of a list or mapping whose sizes are added up; the others are assumed to be like them."""
+
+
+def value_bytes(value: Any) -> int:
+    """Return the size of an output in bytes: exact for arrays, text and bytes, estimated for json values."""
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    if isinstance(value, Mapping):
+        return value_bytes(list(value)) + value_bytes(list(value.values()))
+    if isinstance(value, Sequence) and value:
+        some = value[:SAMPLED]
+        return sum(map(value_bytes, some)) * len(value) // len(some)
+    return 16
 
 
 class Record(msgspec.Struct, frozen=True):

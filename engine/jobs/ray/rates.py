@@ -23,6 +23,9 @@ class RateReplica:
     async def take(self, token: str) -> float:
         return self._rates.take_now(token)
 
+    async def spend(self, token: str, cost: float) -> None:
+        self._rates.spend(token, cost)
+
 
 class RemoteRates:
     """Implements `RateAccount` over Ray Serve's handle of a RateReplica."""
@@ -38,3 +41,7 @@ class RemoteRates:
                 return float(await self._handle.take.remote(token))
         except (RayError, TimeoutError):
             raise Unavailable("the account of the tokens' rates does not respond; retry in a moment") from None
+
+    def spend(self, token: str, cost: float) -> None:
+        if cost > 0:
+            self._handle.spend.remote(token, cost)

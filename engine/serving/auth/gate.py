@@ -45,6 +45,10 @@ _BEARER = re.compile(r"[ \t]*+bearer [ \t]*+([!-~]++)[ \t]*+", re.IGNORECASE | r
 _log = logging.getLogger("weftline.access")
 
 
+def _spend_nothing(cost: float) -> None:
+    """Spend nothing: without tokens there are no rates."""
+
+
 def _log_nothing(why: str) -> None:
     """Log nothing: callers without a token are denied before they reach a model."""
 
@@ -60,6 +64,7 @@ class Caller:
     limited: its token has a rate, so that its requests are charged.
     sha256: digest of its token, so that a stream ends when the token is replaced under the same name.
     deny:   logs a denied model or region, with the reason.
+    spend:  counts what an admitted request costs in its rate beyond one request: a batch of 256 costs 255 more.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Caller:
     limited: bool = field(default=False, compare=False)
     sha256: bytes = field(default=b"", repr=False)
     deny: Callable[[str], None] = field(default=_log_nothing, repr=False, compare=False)
+    spend: Callable[[float], None] = field(default=_spend_nothing, repr=False, compare=False)
 
     def may_use_model(self, model: str) -> bool:
         """Return True if the caller may call and see this model."""
@@ -197,7 +203,8 @@ class Gate:
         memory = entry.memory or entry.admin
         deny = partial(self._log_denial, method, entry.name)
         limited = entry.requests_per_s is not None
-        return Caller(entry.name, entry.admin, entry.models, memory, limited, entry.sha256, deny)
+        spend = partial(self._rates.spend, entry.name) if limited else _spend_nothing
+        return Caller(entry.name, entry.admin, entry.models, memory, limited, entry.sha256, deny, spend)
 
     def _log_denial(self, method: str, name: str, why: str) -> None:
         if self._denials.try_take(self._clock()) > 0:

@@ -23,6 +23,10 @@ class RateAccount(Protocol):
         """Take a permit for one request of a token, by name; return 0.0, or the seconds until the next permit."""
 
 
+    def spend(self, token: str, cost: float) -> None:
+        """Charge `cost` requests beyond the first of an admitted one, which may be owed; no answer."""
+
+
 class TokenRates:
     """The account itself. Not thread-safe.
 
@@ -40,10 +44,19 @@ class TokenRates:
 
     def take_now(self, token: str) -> float:
         """`take`, at once. A name that is not in the file is allowed: its caller is refused where it is identified."""
+        bucket = self._bucket(token)
+        return bucket.try_take(self._clock()) if bucket is not None else 0.0
+
+    def spend(self, token: str, cost: float) -> None:
+        bucket = self._bucket(token)
+        if bucket is not None and cost > 0:
+            bucket.spend(self._clock(), cost)
+
+    def _bucket(self, token: str) -> RateLimit | None:
         entry = self._tokens.named(token) if self._tokens is not None else None
         if entry is None or entry.requests_per_s is None:
-            return 0.0
+            return None
         held = self._buckets.get(token)
         if held is None or (held[0].requests_per_s, held[0].burst) != (entry.requests_per_s, entry.burst):
             held = self._buckets[token] = (entry, RateLimit(entry.requests_per_s, entry.burst))
-        return held[1].try_take(self._clock())
+        return held[1]

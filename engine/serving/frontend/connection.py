@@ -50,11 +50,15 @@ from weftline.engine.serving.frontend.messages import CANCELLED, NO_BLOCK, from_
 from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, detach, unpack_inputs
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.unsent_budget import SMALL_BYTES, WAIT_S
 from weftline.errors import LimitReached, SessionClosed
 from weftline.shm.arena import HostArena
 
 COMMANDS_MAX = 64
 """Most concurrent Commands of one ingress process."""
+
+FETCH_S = 2 * WAIT_S
+"""Longest time in which an ingress process fetches a response."""
 
 RunCommand = Callable[[msg.Command], Awaitable[msg.CommandDone]]
 """Executes a Command; raises a WeftlineError if it fails."""
@@ -109,6 +113,7 @@ class FrontendConnection:
         self._open: dict[int, asyncio.Task[None]] = {}
         self._commands: set[asyncio.Task[None]] = set()
         self._windows: dict[int, _StreamWindow] = {}
+        self._fetches: dict[int, asyncio.Future[None]] = {}  # responses that wait for FetchResponse
         self._ports: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
         self._closed = asyncio.Event()
         self.drained = False
@@ -168,6 +173,9 @@ class FrontendConnection:
         elif isinstance(message, msg.CancelRequest):
             if (task := self._open.get(message.id)) is not None:
                 task.cancel()
+        elif isinstance(message, msg.FetchResponse):
+            if (fetch := self._fetches.get(message.id)) is not None and not fetch.done():
+                fetch.set_result(None)
         elif isinstance(message, msg.WindowCredit):
             if (window := self._windows.get(message.id)) is not None:
                 window.add(message.size_bytes)
@@ -180,6 +188,9 @@ class FrontendConnection:
         elif isinstance(message, msg.TakePermit):
             wait_s = self._rates.take_now(message.token) if self._rates is not None else 0.0
             self._send(msg.PermitTaken(message.id, wait_s))
+        elif isinstance(message, msg.SpendPermits):
+            if self._rates is not None:
+                self._rates.spend(message.token, message.cost)
         elif isinstance(message, msg.ServersOpened):
             self._ports.set_result(message.ports)
         elif isinstance(message, msg.StartFailed):
@@ -240,10 +251,24 @@ class FrontendConnection:
     async def _respond(self, number: int, ask: Ask) -> None:
         await self._check_json(ask)
         with await self._backend.ask(ask) as answer:
+            if (size_bytes := answer.size_bytes) > SMALL_BYTES:
+                await self._wait_fetch(number, size_bytes)
             outputs, block = await self._place(answer.outputs)
             timings, total_ms = answer.timings, answer.total_ms
             version, traceparent = answer.version, answer.traceparent
         self._send_block(msg.FrontendResponse(number, outputs, block, timings, total_ms, version, traceparent), block)
+
+    async def _wait_fetch(self, number: int, size_bytes: int) -> None:
+        """Announce a large response, and wait until the ingress process has reserved memory for it."""
+        fetch = self._fetches[number] = asyncio.get_running_loop().create_future()
+        self._send(msg.ResponseReady(number, size_bytes))
+        try:
+            async with asyncio.timeout(FETCH_S):
+                await fetch
+        except TimeoutError:
+            raise LimitReached(f"the response was not fetched for {FETCH_S:g} s") from None
+        finally:
+            del self._fetches[number]
 
     async def _check_json(self, ask: Ask) -> None:
         """Check the large JSON inputs of a request, which an untrusted process has parsed."""

@@ -4,13 +4,14 @@ Messages are small frozen structs in MessagePack, each with a four-byte length p
 travel inside a message; large ones lie at a Place in the shared buffer of the sender (arena 0). The receiver releases
 the block of a message once it has read the values.
 
-    engine -> ingress    Start, Catalog, SessionStats, FrontendResponse, ResponseChunk, StreamEnded, RequestFailed,
-                         CommandDone, PermitTaken, Ping, Drain
-    ingress -> engine    ServersOpened, StartFailed, FrontendRequest, CancelRequest, WindowCredit, BlockReleased,
-                         Command, TakePermit, Pong, Drained
+    engine -> ingress    Start, Catalog, SessionStats, ResponseReady, FrontendResponse, ResponseChunk, StreamEnded,
+                         RequestFailed, CommandDone, PermitTaken, Ping, Drain
+    ingress -> engine    ServersOpened, StartFailed, FrontendRequest, CancelRequest, FetchResponse, WindowCredit,
+                         BlockReleased, Command, TakePermit, SpendPermits, Pong, Drained
 
-Each FrontendRequest gets exactly one FrontendResponse, StreamEnded or RequestFailed, also when it is cancelled. Each
-Command gets one CommandDone or RequestFailed, and each TakePermit one PermitTaken.
+Each FrontendRequest gets exactly one FrontendResponse, StreamEnded or RequestFailed, also when it is cancelled. A large
+FrontendResponse is announced by ResponseReady, and sent after FetchResponse: the ingress process has reserved memory
+for it by then. Each Command gets one CommandDone or RequestFailed, and each TakePermit one PermitTaken.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ class SessionStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`Backend.stats` of every model that serves; sent on change, at most once a second."""
 
     models: dict[str, dict[str, Any]]
+
+
+class ResponseReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The outputs of a request are there; they are sent after FetchResponse. size_bytes: estimated."""
+
+    id: int
+    size_bytes: int
 
 
 class FrontendResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -184,6 +192,12 @@ class CancelRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     id: int
 
 
+class FetchResponse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Send the FrontendResponse that a ResponseReady has announced."""
+
+    id: int
+
+
 class WindowCredit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Flow control: `size_bytes` more of a stream have been read."""
 
@@ -213,6 +227,13 @@ class TakePermit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token: str
 
 
+class SpendPermits(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Charge a token for what an admitted request costs beyond one request; there is no answer."""
+
+    token: str
+    cost: float
+
+
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Response to Ping. log_dropped: lines of the log that this process has dropped since its start."""
 
@@ -227,6 +248,7 @@ ToIngress = (
     Start
     | Catalog
     | SessionStats
+    | ResponseReady
     | FrontendResponse
     | ResponseChunk
     | StreamEnded
@@ -241,10 +263,12 @@ FromIngress = (
     | StartFailed
     | FrontendRequest
     | CancelRequest
+    | FetchResponse
     | WindowCredit
     | BlockReleased
     | Command
     | TakePermit
+    | SpendPermits
     | Pong
     | Drained
 )

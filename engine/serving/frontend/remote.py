@@ -14,6 +14,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,8 +36,13 @@ CREDIT_BYTES = msg.WINDOW_BYTES // 4
 """Bytes of a stream that are read before the engine gets a WindowCredit."""
 
 GONE = "the engine has ended"
+NOT_FETCHED = "the response was not fetched in time"
 
 _decode_statistics = msgspec.msgpack.Decoder(tuple[ModelFigures, ...]).decode
+
+
+Response = msg.FrontendResponse | msg.ResponseReady
+"""A response, or the announcement of a large one."""
 
 
 @dataclass(slots=True)
@@ -45,10 +51,10 @@ class _PendingResponse:
 
     It stays until the engine has responded, even if cancelled, so that its block is not reused.
 
-    done: receives the response or the error, once; None: cancelled.
+    done: receives the response, its announcement, or the error, once; None: cancelled, or not fetched yet.
     """
 
-    done: Callable[[msg.FrontendResponse | BaseException], None] | None
+    done: Callable[[Response | BaseException], None] | None
     block: int
 
 
@@ -108,22 +114,32 @@ class RemoteBackend:
     async def ask(self, ask: Ask) -> Answer:
         number = next(self._ids)
         block, body = await self._encode_request(number, ask, stream=False)
-        answered: asyncio.Future[msg.FrontendResponse] = asyncio.get_running_loop().create_future()
+        self._pending[number] = _PendingResponse(None, block)
+        self._send_bytes(body)
+        return self._answer(number, await self._wait_response(number))
 
-        def ended(response: msg.FrontendResponse | BaseException) -> None:
-            if answered.cancelled() and isinstance(response, msg.FrontendResponse):
-                self._release(response.block)
+    async def _wait_response(self, number: int) -> Response:
+        """Wait for the response of a pending request; a cancelled caller cancels the request."""
+        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+        def ended(response: Response | BaseException) -> None:
+            if answered.cancelled() and not isinstance(response, BaseException):
+                self._discard(response)
             _resolve(answered, response)
 
-        self._pending[number] = _PendingResponse(ended, block)
-        self._send_bytes(body)
+        self._pending[number].done = ended
         try:
-            response = await answered
+            return await answered
         except asyncio.CancelledError:
             if not self._cancel(number) and not answered.cancelled() and answered.exception() is None:
-                self._release(answered.result().block)  # it arrived together with the cancellation
+                self._discard(answered.result())  # it arrived together with the cancellation
             raise
-        return self._answer(response)
+
+    def _discard(self, response: Response) -> None:
+        if isinstance(response, msg.FrontendResponse):
+            self._release(response.block)
+        else:
+            self._send(msg.CancelRequest(response.id))
 
     def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
         if self._transport is not None and not self._transport.writable:
@@ -139,9 +155,9 @@ class RemoteBackend:
             self._requests.free(placement.block)
             raise
 
-        def ended(response: msg.FrontendResponse | BaseException) -> None:
+        def ended(response: Response | BaseException) -> None:
             try:
-                answer = response if isinstance(response, BaseException) else self._answer(response)
+                answer = response if isinstance(response, BaseException) else self._answer(number, response)
             except BaseException as error:
                 answer = error
             done(answer)
@@ -154,20 +170,35 @@ class RemoteBackend:
 
         return cancel
 
-    def _answer(self, response: msg.FrontendResponse) -> Answer:
+    def _answer(self, number: int, response: Response) -> Answer:
+        answer = Answer({})
+        if isinstance(response, msg.FrontendResponse):
+            self._fill(answer, response)
+        else:
+            answer.remote_bytes, answer.fetch = response.size_bytes, partial(self._fetch, number)
+            answer.give_back = lambda: self._send(msg.CancelRequest(number))
+        return answer
+
+    async def _fetch(self, number: int, answer: Answer) -> None:
+        """Fetch an announced response into its answer."""
+        answer.give_back = None
+        if number not in self._pending:
+            raise SessionClosed(GONE if self._transport is None or not self._transport.is_open else NOT_FETCHED)
+        self._send(msg.FetchResponse(number))
+        response = await self._wait_response(number)
+        if not isinstance(response, msg.FrontendResponse):
+            raise ValueError("a response was announced twice")
+        self._fill(answer, response)
+
+    def _fill(self, answer: Answer, response: msg.FrontendResponse) -> None:
         try:
-            outputs = unpack_values(response.outputs, self._responses)
+            answer.outputs = unpack_values(response.outputs, self._responses)
         except BaseException:
             self._release(response.block)
             raise
-        return Answer(
-            outputs,
-            response.timings,
-            response.total_ms,
-            response.version,
-            response.traceparent,
-            None if response.block < 0 else lambda: self._release(response.block),
-        )
+        answer.timings, answer.total_ms = response.timings, response.total_ms
+        answer.version, answer.traceparent = response.version, response.traceparent
+        answer.give_back = None if response.block < 0 else lambda: self._release(response.block)
 
     def _cancel(self, number: int) -> bool:
         """Cancel a request; False if it has a response, or was cancelled before."""
@@ -216,6 +247,11 @@ class RemoteBackend:
         self._permits[number] = taken
         self._send(msg.TakePermit(number, token))
         return (await taken).wait_s
+
+    def spend(self, token: str, cost: float) -> None:
+        """Charge the engine's account of rates."""
+        if cost > 0:
+            self._send(msg.SpendPermits(token, cost))
 
     # sent messages
 
@@ -278,6 +314,8 @@ class RemoteBackend:
         """Handle a message of the engine."""
         if isinstance(message, msg.FrontendResponse):
             self._on_response(message)
+        elif isinstance(message, msg.ResponseReady):
+            self._on_ready(message)
         elif isinstance(message, msg.ResponseChunk):
             self._streams[message.id].put(message)
         elif isinstance(message, msg.StreamEnded):
@@ -321,6 +359,14 @@ class RemoteBackend:
             self._release(response.block)
         else:
             pending.done(response)
+
+    def _on_ready(self, ready: msg.ResponseReady) -> None:
+        pending = self._pending[ready.id]
+        self._requests.free(pending.block)
+        pending.block = NO_BLOCK
+        done, pending.done = pending.done, None
+        if done is not None:  # else it was cancelled, and the engine has got that message
+            done(ready)
 
     def _on_failure(self, failed: msg.RequestFailed) -> None:
         error = from_wire_error(failed.error)

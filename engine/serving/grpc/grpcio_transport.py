@@ -3,6 +3,9 @@
 The only module of the package that imports gRPC. Handlers receive and return bytes: gRPC's own deserialisation would
 quote class names in errors, and would copy tensors. The interceptor authorises every call before it reads a message,
 and leaves the caller in CALLER (gRPC runs interceptor and handler in one task).
+
+All methods are served as streams of messages, so that a call takes one of `limits.calls_max` slots once its message is
+there, and a response has room in the budget of unsent bytes until gRPC has accepted it for sending.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from weftline.engine.serving.auth.gate import Caller
+from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.auth.tls import server_credentials
+from weftline.engine.serving.call_slots import RETRY_S, CallSlots, OpeningCalls
 from weftline.engine.serving.config import ServeConfig, ServeLimits
 from weftline.engine.serving.grpc.guard import Guard, UnknownMethod
 from weftline.engine.serving.grpc.service import (
     CALLER,
+    PEER,
     CallContext,
     InferMethod,
     Method,
@@ -26,8 +33,10 @@ from weftline.engine.serving.grpc.service import (
     pushback,
 )
 from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.room import BudgetRoom, Room
 from weftline.engine.serving.unix_socket import placed
-from weftline.errors import ModelError
+from weftline.engine.serving.unsent_budget import UnsentBudget
+from weftline.errors import LimitReached, ModelError, WeftlineError
 
 Context = Any
 """A grpc.aio.ServicerContext; its stubs are generic in messages, which are bytes here."""
@@ -49,12 +58,18 @@ class GrpcioTransport:
         self._server = grpc.aio.server(
             interceptors=[GrpcGuard(guard)],
             options=options(config),
-            maximum_concurrent_rpcs=config.limits.calls_max,
         )
+        self.slots = CallSlots(config.limits.calls_max)
+        self.limits = config.limits
+        self.opening: OpeningCalls[GrpcioCall] = OpeningCalls()
+        self.unsent = UnsentBudget(config.limits.budget_bytes)
         services: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
         for path, method in methods.items():
             _, service, name = path.split("/")
-            services.setdefault(service, {})[name] = handler(method)
+            counted = METHODS.get(path) is not OPEN
+            services.setdefault(service, {})[name] = grpc.stream_stream_rpc_method_handler(
+                self._handler(method, counted)
+            )
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
         )
@@ -73,6 +88,26 @@ class GrpcioTransport:
     async def close(self, grace_s: float) -> None:
         """Close the sockets, let open calls finish for `grace_s` seconds, and cancel the rest."""
         await self._server.stop(grace_s)
+
+    def _handler(self, method: Method, counted: bool) -> Callable[[object, Context], Awaitable[None]]:
+        """Return the handler of a method; counted: its calls take slots."""
+
+        async def handle(requests: object, context: Context) -> None:
+            call = GrpcioCall(self, context, counted, streamed=isinstance(method, StreamMethod))
+            try:
+                await run(method, call)
+            except asyncio.CancelledError:
+                if not call.ended_for_another:
+                    raise
+                await refuse(
+                    context, LimitReached("the message did not arrive, and other calls wait to begin", RETRY_S)
+                )
+            except Exception as error:
+                await refuse(context, error)
+            finally:
+                call.close()
+
+        return handle
 
     def _bind(self, address: str) -> int:
         config, tls = self._config.grpc, self._config.tls
@@ -131,60 +166,58 @@ async def refuse(context: Context, error: BaseException) -> None:
     await context.abort(CODES[status.status], status.message, tuple(pushback(status.retry_after_s).items()))
 
 
-def handler(method: Method) -> grpc.RpcMethodHandler:
-    """Return gRPC's handler of a method."""
+async def run(method: Method, call: GrpcioCall) -> None:
+    """Run one call of a method."""
     if isinstance(method, StreamMethod):
-        return grpc.stream_stream_rpc_method_handler(_stream_handler(method))
-    if isinstance(method, InferMethod):
-        return grpc.unary_unary_rpc_method_handler(_infer_handler(method))
-    run = method.run
-
-    async def handle(data: bytes, context: Context) -> bytes:
-        try:
-            return await run(data)
-        except Exception as error:
-            await refuse(context, error)
-            raise  # not reached
-
-    return grpc.unary_unary_rpc_method_handler(handle)
-
-
-def _infer_handler(method: InferMethod) -> Callable[[bytes, Context], Awaitable[bytes]]:
-    async def handle(data: bytes, context: Context) -> bytes:
-        try:
-            call = _call_context(context, "grpc")
-            response = await method.inference.infer(data, call)
-            if call.span:
-                context.set_trailing_metadata((("traceparent", call.span),))
-            return response
-        except Exception as error:
-            await refuse(context, error)
-            raise  # not reached
-
-    return handle
+        await method.run(call)
+        return
+    data = await call.read()
+    if data is None:
+        raise WeftlineError("found no message, expected one")
+    described = call.context()
+    try:
+        if isinstance(method, InferMethod):
+            response = await method.inference.infer(data, described)
+            call.set_span(described.span)
+        else:
+            response = await method.run(data)
+            await described.reserve(len(response))
+        await call.write(response)
+    finally:
+        described.settle()
 
 
-def _stream_handler(method: StreamMethod) -> Callable[[object, Context], Awaitable[None]]:
-    async def handle(requests: object, context: Context) -> None:
-        try:
-            await method.run(GrpcioStreamCall(context))
-        except Exception as error:
-            await refuse(context, error)
+class GrpcioCall:
+    """A call of a grpc.aio context. Implements `StreamCall`."""
 
-    return handle
-
-
-class GrpcioStreamCall:
-    """Implements `StreamCall` for a grpc.aio context."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
+    def __init__(self, transport: GrpcioTransport, context: Context, counted: bool, streamed: bool) -> None:
+        self._transport, self._context = transport, context
+        self._protocol = "grpc-stream" if streamed else "grpc"
+        self._counted, self._streamed = counted, streamed
+        self._task = asyncio.current_task()
+        self._opening, self._slot = True, False
+        self.ended_for_another = False
+        PEER.set(context.peer())
+        if self._task is not None:
+            ended = transport.opening.add(self, counted)
+            if ended is not None:
+                ended.end_for_another()
 
     def context(self) -> CallContext:
-        return _call_context(self._context, "grpc-stream")
+        caller = CALLER.get()
+        room = BudgetRoom(self._transport.unsent, PEER.get(), caller.name or PEER.get())
+        return _call_context(self._context, self._protocol, caller, room)
 
     async def read(self) -> bytes | None:
-        data = await self._context.read()
+        """Return the next message; the first takes a slot. LimitReached without one, or if a unary one is late."""
+        limits = self._transport.limits
+        try:
+            async with asyncio.timeout(limits.header_s if self._opening and not self._streamed else None):
+                data = await self._context.read()
+        except TimeoutError:
+            raise LimitReached(f"the message did not arrive; limits.header_s is {limits.header_s:g}") from None
+        if self._opening and data is not grpc.aio.EOF:
+            self._begin()
         return None if data is grpc.aio.EOF else data
 
     async def write(self, message: bytes) -> None:
@@ -193,14 +226,37 @@ class GrpcioStreamCall:
         except grpc.aio.BaseError:  # the call has ended
             raise asyncio.CancelledError from None
 
+    def set_span(self, span: str) -> None:
+        if span:
+            self._context.set_trailing_metadata((("traceparent", span),))
 
-def _call_context(context: Context, protocol: str) -> CallContext:
+    def end_for_another(self) -> None:
+        """End a call without a message."""
+        self._opening, self.ended_for_another = False, True
+        if self._task is not None:
+            self._task.cancel()
+
+    def close(self) -> None:
+        """Release what the call holds."""
+        self._transport.opening.discard(self)
+        if self._slot:
+            self._transport.slots.give_back(CALLER.get().name)
+
+    def _begin(self) -> None:
+        self._transport.opening.discard(self)
+        self._opening = False
+        if self._counted:
+            self._transport.slots.take(CALLER.get().name)
+            self._slot = True
+
+
+def _call_context(context: Context, protocol: str, caller: Caller, room: Room) -> CallContext:
     left_s = context.time_remaining()
     parent = ""
     for key, value in context.invocation_metadata():
         if key == "traceparent":
             parent = value if isinstance(value, str) else ""
-    return CallContext(CALLER.get(), protocol, None if left_s is None else left_s * 1000, parent)
+    return CallContext(caller, protocol, None if left_s is None else left_s * 1000, parent, room=room)
 
 
 class GrpcGuard(grpc.aio.ServerInterceptor):  # type: ignore[misc]

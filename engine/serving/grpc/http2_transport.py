@@ -13,8 +13,10 @@ share of their own (`OpeningCalls`). At `connections_max` a connection that serv
 
 What a client can make the server hold: STREAM_WINDOW_BYTES for each call, the messages admitted to the byte budget
 (checked against the length prefix, before the receive window is raised, and counted until a method takes them), and
-responses that it does not read, of calls that were admitted. With more than UNSENT_BYTES_MAX of those a connection gets
-no further calls, and is not read from while its socket is full; one that takes nothing for STALL_S is closed.
+responses that it does not read. Those have a budget (`UnsentBudget`), reserved before a response is copied out of the
+engine's memory; small ones wait for nothing while FREE_UNSENT_BYTES or less are unsent. While WAITING_ANSWERS_MAX wait,
+no further call of the connection starts. One that takes nothing for STALL_S is closed, and one that is slow while
+others wait for the budget.
 """
 
 from __future__ import annotations
@@ -66,8 +68,10 @@ from weftline.engine.serving.grpc.service import (
     pushback,
 )
 from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.room import reserve
 from weftline.engine.serving.tls_listener import TlsListener
 from weftline.engine.serving.unix_socket import placed
+from weftline.engine.serving.unsent_budget import SLOW_BYTES_S, SLOW_S, SMALL_BYTES, Reservation, UnsentBudget
 from weftline.errors import DeadlineExceeded, LimitReached, ModelError, RequestCancelled, WeftlineError
 
 READ_BYTES = 256 << 10
@@ -85,8 +89,20 @@ FLUSH_BYTES = 1 << 20
 JOIN_BYTES_MAX = 64 << 10
 """Frames of up to this total are joined into one write."""
 
+FREE_UNSENT_BYTES = 256 << 10
+"""Unsent bytes of a connection up to which small responses wait for nothing."""
+
 UNSENT_BYTES_MAX = 64 << 20
-"""Bytes of responses that a connection has not taken, from which further calls are refused."""
+"""Unsent bytes from which a connection is not read while its socket is full."""
+
+WRITE_BUFFER_BYTES = 256 << 10
+"""Bytes in the transport's buffer from which nothing more is handed to it."""
+
+WAITING_ANSWERS_MAX = 4
+"""Waiting responses of a connection from which no further calls start."""
+
+SETTLE_S, SETTLE_MAX_S = 0.005, 0.5
+"""First and longest interval of looking whether the socket has taken what was handed to the transport."""
 
 STALL_S = 60.0
 """Longest time in which a connection with waiting responses takes no byte."""
@@ -190,6 +206,7 @@ class GrpcCall:
     __slots__ = (
         "_begun",
         "_connection",
+        "_context",
         "_ended",
         "_error",
         "_held_bytes",
@@ -217,6 +234,7 @@ class GrpcCall:
         self, connection: GrpcConnection, stream: Http2Stream, method: Method, caller: Caller, counted: bool = True
     ) -> None:
         self._connection = connection
+        self._context: CallContext | None = None  # of a unary call
         self._error: Exception | None = None  # ends the call in place of what its task raises
         self._held_bytes = 0  # of a large message in the budget, until a method takes it
         self._messages: deque[tuple[Message, int]] = deque()  # with the bytes that each holds in the budget
@@ -248,7 +266,26 @@ class GrpcCall:
     def context(self) -> CallContext:
         streamed = isinstance(self.method, StreamMethod)
         left_ms = None if self.deadline_s is None else (self.deadline_s - time.monotonic()) * 1000
-        return CallContext(self.caller, "grpc-stream" if streamed else "grpc", left_ms, self.parent)
+        return CallContext(self.caller, "grpc-stream" if streamed else "grpc", left_ms, self.parent, room=self)
+
+    # Room
+
+    def is_free(self, size_bytes: int) -> bool:
+        connection = self._connection
+        return size_bytes <= SMALL_BYTES and connection.is_read()
+
+    async def reserve(self, size_bytes: int) -> Reservation:
+        connection, left_s = self._connection, None
+        if self.deadline_s is not None:
+            left_s = self.deadline_s - time.monotonic()
+        caller = self.caller.name or connection
+        try:
+            return await reserve(connection.server.unsent, connection, caller, size_bytes, left_s)
+        finally:
+            connection.start_held_back()
+
+    def settle(self, reservation: Reservation) -> None:
+        self._connection.settle(reservation)
 
     # received bytes
 
@@ -328,6 +365,8 @@ class GrpcCall:
         """Cancel the method: the stream is over."""
         self._release()
         self._give_slot_back()
+        if self._context is not None:
+            self._context.settle()
         running, self._running = self._running, None
         if self._timer is not None:
             self._timer.cancel()
@@ -354,7 +393,9 @@ class GrpcCall:
             return
         method, loop = self.method, self._connection.server.loop
         if isinstance(method, InferMethod):
-            call = self.context()
+            if self._connection.hold_back(self):
+                return
+            call = self._context = self.context()
             self._running = _nothing
             message, held_bytes = self._messages.popleft()
             try:
@@ -383,6 +424,8 @@ class GrpcCall:
                     response = await self.method.run(message)
                 finally:
                     self._give_back(held_bytes)
+                self._context = self.context()
+                await self._context.reserve(len(response))
                 self._respond(response, OK_TRAILERS)
         except Exception as error:
             self.fail(error)
@@ -510,6 +553,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.server = server
         self.http2: Http2Connection
         self.peer = ""
+        self._held_back: deque[GrpcCall] = deque()  # start once fewer responses wait
+        self._settling: deque[tuple[int, Reservation]] = deque()  # with the flushed bytes at their end
+        self._settle_timer: asyncio.TimerHandle | None = None
+        self._pressed: tuple[float, int] | None = None  # when other responses began to wait, and the bytes taken then
         self.ready: deque[GrpcCall] = deque()
         self.writers: set[GrpcCall] = set()
         self.calls: set[GrpcCall] = set()
@@ -546,7 +593,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.http2 = Http2Connection(server.http2_limits)
         self._closed = False
         server.connections.add(self)
-        self._transport.set_write_buffer_limits(FLUSH_BYTES)
+        self._transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
         if server.closing:
             self.http2.shutdown_notice()
         self.flush_soon()
@@ -588,6 +635,11 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._unread = memoryview(b"")
         for stream in self.http2.close():
             self._on_closed(stream)
+        self._held_back.clear()
+        if self._settle_timer is not None:
+            self._settle_timer.cancel()
+        while self._settling:
+            self._settling.popleft()[1].release()
         self.server.closed_one()
 
     def pause_writing(self) -> None:
@@ -712,8 +764,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
             raise LimitReached(f"the metadata is too large; limits.metadata_bytes_max is {server.metadata_bytes_max}")
         name_of = path.decode("latin-1")
         caller = server.guard.admit(name_of, authorization)
-        if self.http2.unsent_bytes > UNSENT_BYTES_MAX:
-            raise LimitReached("the connection has not read the responses of earlier calls")
         counted = METHODS.get(name_of) is not OPEN
         if counted:
             server.slots.check(caller.name)
@@ -754,6 +804,59 @@ class GrpcConnection(asyncio.BufferedProtocol):
         if pause != self._reading_paused:
             self._reading_paused = pause
             (self._transport.pause_reading if pause else self._transport.resume_reading)()
+
+    # unsent responses
+
+    def is_read(self) -> bool:
+        """Return True while the client takes what is sent, so that few bytes are unsent."""
+        return not self._writing_paused and self.http2.unsent_bytes <= FREE_UNSENT_BYTES
+
+    def hold_back(self, call: GrpcCall) -> bool:
+        """Return True, and start the call later, if responses of the connection wait for the client to read."""
+        if self.server.unsent.waiting_of(self) < WAITING_ANSWERS_MAX:
+            return False
+        self._held_back.append(call)
+        return True
+
+    def start_held_back(self) -> None:
+        """Start calls that were held back, while few responses wait."""
+        while self._held_back and self.server.unsent.waiting_of(self) < WAITING_ANSWERS_MAX:
+            self._held_back.popleft().start()
+
+    def settle(self, reservation: Reservation) -> None:
+        """Release a reservation once the socket has taken all that was handed to the transport so far."""
+        if self._closed:
+            reservation.release()
+        else:
+            self._settling.append((self._flushed_bytes, reservation))
+            self._settle(SETTLE_S)
+
+    def _settle(self, again_s: float) -> None:
+        if self._settle_timer is not None:
+            self._settle_timer.cancel()
+            self._settle_timer = None
+        taken_bytes = self._flushed_bytes - self._transport.get_write_buffer_size()
+        while self._settling and self._settling[0][0] <= taken_bytes:
+            self._settling.popleft()[1].release()
+        if self._settling and not self._closed:
+            next_s = min(2 * again_s, SETTLE_MAX_S)
+            self._settle_timer = self.server.loop.call_later(again_s, self._settle, next_s)
+
+    def _is_slow(self, now_s: float) -> bool:
+        """Return True if the client takes its responses slowly while those of other connections wait."""
+        unsent = self.server.unsent
+        if not unsent.held_by(self) or not unsent.pressed(self):
+            self._pressed = None
+            return False
+        taken_bytes = self._flushed_bytes - self._transport.get_write_buffer_size()
+        if self._pressed is None:
+            self._pressed = now_s, taken_bytes
+        since_s = now_s - self._pressed[0]
+        if since_s < SLOW_S:
+            return False
+        slow = taken_bytes - self._pressed[1] < since_s * SLOW_BYTES_S
+        self._pressed = now_s, taken_bytes
+        return slow
 
     # sending
 
@@ -826,6 +929,10 @@ class GrpcConnection(asyncio.BufferedProtocol):
         elif now_s - self._sent_s > STALL_S:
             self._transport.abort()
             return
+        if self._is_slow(now_s):
+            _log.debug("a gRPC connection is closed: it reads slowly, and other responses wait")
+            self._transport.abort()
+            return
         for call in [call for call in self.calls if call.receiving]:
             if self._reading_paused:
                 call.progress_s = now_s
@@ -879,6 +986,7 @@ class Http2Transport:
         self.loop = asyncio.get_running_loop()
         self.buffer = memoryview(bytearray(READ_BYTES))
         self.budget = ByteBudget("limits.inflight_bytes_max", limits.budget_bytes)
+        self.unsent = UnsentBudget(limits.budget_bytes)
         self.http2_limits = Http2Limits(limits.streams_max, limits.metadata_bytes_max)
         self.message_bytes_max = limits.message_bytes_max
         self.metadata_bytes_max = limits.metadata_bytes_max

@@ -10,7 +10,7 @@ are placed in an arena; those of a response are views of shared memory until one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -128,26 +128,74 @@ class Inference:
             call.parent,
             len(data),
         )
-        return self.backend.try_submit(ask, partial(self._end, plan, ask, call, done))
+        started = _Started()
+        cancel = self.backend.try_submit(ask, partial(self._end, plan, ask, call, done, started))
+        if cancel is None:
+            return None
+        started.cancel = started.cancel or cancel
+        return started
 
-    def _end(self, plan: RequestPlan, ask: Ask, call: CallContext, done: Done, answer: Answer | BaseException) -> None:
+    def _end(
+        self,
+        plan: RequestPlan,
+        ask: Ask,
+        call: CallContext,
+        done: Done,
+        started: _Started,
+        answer: Answer | BaseException,
+    ) -> None:
         """Pass the encoded response of an answer, or the error, to `done`."""
         if isinstance(answer, BaseException):
             done(answer)
             return
-        timings, total_ms = answer.timings, answer.total_ms
-        call.span = answer.traceparent
-        result: bytes | Exception
+        request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
+        encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
+        if answer.fetch is not None or (call.room is not None and not call.room.is_free(answer.size_bytes)):
+            started.cancel = _run_in_task(self._encode_with_room((answer,), call, encode), done)
+            return
         try:
-            request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
-            result = response_bytes(to_response(request, plan.info, (answer,), plan.batch, self.regions))
+            result: bytes | Exception = encode()
         except Exception as error:
             result = error
         finally:
             answer.release()
         done(result)
-        if self.trace.active and not isinstance(result, Exception):
-            self.trace.note(ask, timings, total_ms)
+
+    async def _encode_with_room(
+        self, answers: Sequence[Answer], call: CallContext, encode: Callable[[], bytes]
+    ) -> bytes:
+        """Encode lent answers once there is room for the response."""
+        try:
+            await call.reserve(sum(answer.size_bytes for answer in answers))
+            await gather_or_cancel([answer.load() for answer in answers])
+            response = encode()
+        except BaseException:
+            call.settle()
+            raise
+        finally:
+            for answer in answers:
+                answer.release()
+        if call.reservation is not None:
+            call.reservation.resize(len(response))
+        return response
+
+    def _encode(
+        self,
+        request: InferRequest,
+        info: ModelInfo,
+        asks: Sequence[Ask],
+        answers: Sequence[Answer],
+        batch: int | None,
+        call: CallContext,
+        encode: Callable[[InferResponse], bytes],
+    ) -> bytes:
+        """Copy lent answers into an encoded response."""
+        call.span = answers[0].traceparent
+        response = encode(to_response(request, info, answers, batch, self.regions))
+        if self.trace.active:
+            for ask, answer in zip(asks, answers, strict=True):
+                self.trace.note(ask, answer.timings, answer.total_ms)
+        return response
 
     async def infer(self, data: Message, call: CallContext) -> bytes:
         """Charge and run a ModelInferRequest; return its ModelInferResponse. Both are encoded."""
@@ -175,7 +223,7 @@ class Inference:
         info = self._authorised_info(request, call)
         if size_bytes > INLINE_BYTES or any(one.region is not None for one in request.inputs):
             request = await self.json.elements(request, info, self.limits, self.regions, call.caller.name)
-        return info, to_asks(
+        parsed = to_asks(
             request,
             info,
             self.limits,
@@ -186,6 +234,8 @@ class Inference:
             traceparent=call.parent,
             size_bytes=size_bytes,
         )
+        call.caller.spend(len(parsed.asks) - 1)
+        return info, parsed
 
     def _authorised_info(self, request: InferRequest, call: CallContext) -> ModelInfo:
         """Return the metadata of a request's model if the caller may use it and the request's regions."""
@@ -212,15 +262,26 @@ class Inference:
         try:
             if wait_writable is not None:
                 await wait_writable()
-            call.span = answers[0].traceparent
-            response = encode(to_response(request, info, answers, parsed.batch, self.regions))
-        finally:
+        except BaseException:
             for answer in answers:
                 answer.release()
-        if self.trace.active:
-            for ask, answer in zip(asks, answers, strict=True):
-                self.trace.note(ask, answer.timings, answer.total_ms)
-        return response
+            raise
+        return await self._encode_with_room(
+            answers, call, partial(self._encode, request, info, asks, answers, parsed.batch, call, encode)
+        )
+
+
+class _Started:
+    """Cancels a started request, or the task that encodes its answer."""
+
+    __slots__ = ("cancel",)
+
+    def __init__(self) -> None:
+        self.cancel: Cancel | None = None
+
+    def __call__(self) -> None:
+        if self.cancel is not None:
+            self.cancel()
 
 
 def _run_in_task(work: Coroutine[Any, Any, bytes], done: Done) -> Cancel:

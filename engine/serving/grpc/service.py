@@ -19,6 +19,8 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from weftline.engine.serving.auth.gate import ANONYMOUS, Caller
+from weftline.engine.serving.room import Room
+from weftline.engine.serving.unsent_budget import Reservation
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class CallContext:
     deadline_ms: time left; None: no deadline.
     parent:      W3C trace context of the call; '' without one.
     span:        trace context of the last response's span, set by the service; '' if it was not traced.
+    room:        room for the response; None: unlimited.
+    reservation: what the service has reserved of it, for the transport to settle.
     """
 
     caller: Caller
@@ -58,6 +62,19 @@ class CallContext:
     deadline_ms: float | None = None
     parent: str = ""
     span: str = ""
+    room: Room | None = None
+    reservation: Reservation | None = None
+
+    async def reserve(self, size_bytes: int) -> None:
+        """Reserve room for the response, of this size before it is encoded; errors as `Room.reserve`."""
+        if self.room is not None and not self.room.is_free(size_bytes):
+            self.reservation = await self.room.reserve(size_bytes)
+
+    def settle(self) -> None:
+        """Release the room once the socket has taken what was written."""
+        reservation, self.reservation = self.reservation, None
+        if reservation is not None and self.room is not None:
+            self.room.settle(reservation)
 
 
 class StreamCall(Protocol):

@@ -25,6 +25,7 @@ from contextlib import aclosing
 from typing import Any
 
 from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.backend import value_bytes
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.service import CallContext, Message, StreamCall
 from weftline.engine.serving.lifecycle import DrainSwitch, draining_error
@@ -146,16 +147,17 @@ class InferStream:
 
     async def _respond(self, data: Message) -> None:
         request = InferRequest("", ())
+        call = self._call.context()
         try:
             with self._inference.held(len(data)):
                 request = await self._inference.parse_message(data)
-                call = self._call.context()
                 await self._inference.charge(call.caller)
                 await self._wait_sequence(request)
                 await self._run(request, call, len(data))
         except Exception as error:
             await self._write(_error_bytes(request, error))
         finally:
+            call.settle()
             self._inflight_bytes -= len(data)
             self._progress.set()
 
@@ -174,12 +176,14 @@ class InferStream:
     async def _run(self, request: InferRequest, call: CallContext, size_bytes: int) -> None:
         info, parsed = await self._inference.parse(request, call, size_bytes)
         if len(parsed.asks) == 1 and _decoupled(request, info):
-            await self._run_decoupled(request, info, parsed)
+            await self._run_decoupled(request, info, parsed, call)
             return
         response = await self._inference.run(request, info, parsed, call, _flagged_bytes, self._wait_writable)
         await self._write(response)
 
-    async def _run_decoupled(self, request: InferRequest, info: ModelInfo, parsed: ParsedRequest) -> None:
+    async def _run_decoupled(
+        self, request: InferRequest, info: ModelInfo, parsed: ParsedRequest, call: CallContext
+    ) -> None:
         ask = parsed.asks[0]
         started_s = asyncio.get_running_loop().time()
         open_outputs = set(ask.outputs if ask.outputs is not None else [port.name for port in info.outputs])
@@ -189,34 +193,41 @@ class InferStream:
             async for chunk in chunks:
                 if not chunk.last:
                     streamed.add(chunk.output)
-                    await self._send(request, info, chunk)
+                    await self._send(call, request, info, chunk)
                     continue
                 open_outputs.discard(chunk.output)
                 if not open_outputs:
                     last = chunk
                 elif chunk.output not in streamed:
-                    await self._send(request, info, chunk)
+                    await self._send(call, request, info, chunk)
         if parsed.empty_final or last is None:
             if last is not None and last.output not in streamed:
-                await self._send(request, info, last)
-            await self._send(request, info, None, final=True)
+                await self._send(call, request, info, last)
+            await self._send(call, request, info, None, final=True)
         elif last.output in streamed:
-            await self._send(request, info, StreamedOutput(last.output, "", False), final=True)
+            await self._send(call, request, info, StreamedOutput(last.output, "", False), final=True)
         else:
-            await self._send(request, info, last, final=True)
+            await self._send(call, request, info, last, final=True)
         if self._inference.trace.active:
             ms = (asyncio.get_running_loop().time() - started_s) * 1000
             self._inference.trace.note(ask, (), ms)
 
     async def _send(
-        self, request: InferRequest, info: ModelInfo, chunk: StreamedOutput | None, final: bool = False
+        self,
+        call: CallContext,
+        request: InferRequest,
+        info: ModelInfo,
+        chunk: StreamedOutput | None,
+        final: bool = False,
     ) -> None:
         if chunk is None:
             response = InferResponse(info.name, str(info.version), request.id, ())
         else:
             response = to_chunk_response(request, info, chunk, info.version)
         await self._wait_writable()
+        await call.reserve(0 if chunk is None else value_bytes(chunk.value))
         await self._write(_flagged_bytes(response, final))
+        call.settle()
 
 
 def _decoupled(request: InferRequest, info: ModelInfo) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import DrainSwitch
 from weftline.engine.serving.model_info import ModelInfo
+from weftline.engine.serving.room import reserve
 from weftline.engine.serving.statistics import ModelFigures
+from weftline.engine.serving.unsent_budget import SMALL_BYTES, Reservation, UnsentBudget
 from weftline.engine.serving.v2.metadata import server_ready
 from weftline.engine.serving.v2.settings import LogSettings, TraceSettings
 
@@ -28,6 +30,9 @@ Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 
 SPAN = "weftline.traceparent"
 """Scope key of the trace context of the request's own span, for the response headers."""
+
+ROOM = "weftline.room"
+"""Scope key of the HttpRoom."""
 
 ID_CHARS_MAX = 128
 DEADLINE_HEADER = "x-request-timeout-ms"
@@ -68,6 +73,8 @@ class HttpContext:
     async def outputs(self, request: Request, ask: Ask) -> dict[str, Any]:
         """Return copies of a request's outputs."""
         with await self.backend.ask(ask) as answer:
+            await room_of(request).take(answer.size_bytes)
+            await answer.load()
             request.scope[SPAN] = answer.traceparent
             if self.trace.active:
                 self.trace.note(ask, answer.timings, answer.total_ms)
@@ -83,6 +90,37 @@ class HttpContext:
         except BaseException:
             await stream.aclose()
             raise
+
+
+class HttpRoom:
+    """Room for the response of one request in the budget of unsent bytes. connection: key of its connection."""
+
+    def __init__(self, budget: UnsentBudget, connection: Hashable, caller: str) -> None:
+        self._budget, self._connection, self._caller = budget, connection, caller or connection
+        self._taken: list[Reservation] = []
+
+    async def take(self, size_bytes: int) -> None:
+        """Wait for room until `close`, except for a small answer; LimitReached if there is none in time."""
+        if size_bytes > SMALL_BYTES:
+            self._taken.append(await reserve(self._budget, self._connection, self._caller, size_bytes))
+
+    async def cover(self, size_bytes: int) -> None:
+        """Wait for room for a body that is larger than what was taken."""
+        await self.take(size_bytes - sum(one.size_bytes for one in self._taken))
+
+    def pressed(self) -> bool:
+        """Return True while responses on other connections wait for the budget."""
+        return self._budget.pressed(self._connection)
+
+    def close(self) -> None:
+        for one in self._taken:
+            one.release()
+
+
+def room_of(request: Request) -> HttpRoom:
+    """Return the room for the response."""
+    room: HttpRoom = request.scope[ROOM]
+    return room
 
 
 def caller_of(request: Request) -> Caller:

@@ -31,15 +31,19 @@ from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import Body
 from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
-from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext
+from weftline.engine.serving.http.context import ID_CHARS_MAX, ROOM, SPAN, HttpContext, HttpRoom
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
+from weftline.engine.serving.unsent_budget import SLOW_S, UnsentBudget
 from weftline.errors import AccessDenied
 from weftline.nodes.loopback import is_loopback
 
 WORK = (INFER, MEMORY, ADMIN)
 """Kinds of requests that a draining server refuses."""
+
+PIECE_BYTES = 256 << 10
+"""Bytes of a response that are handed to the socket at a time; each must be taken within SLOW_S while others wait."""
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -61,6 +65,7 @@ class HttpGuard:
         self._names = not is_loopback(host)
         self._slots = CallSlots(context.limits.calls_max)
         self._inflight = ByteBudget("limits.inflight_bytes_max", context.limits.budget_bytes)
+        self.unsent = UnsentBudget(context.limits.budget_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,10 +78,15 @@ class HttpGuard:
                 if caller.limited and kind is INFER:
                     await self._gate.charge(caller)
                 body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
-                with closing(body):
+                room = scope[ROOM] = HttpRoom(self.unsent, scope.get(CONNECTION) or object(), caller.name)
+                with closing(room), closing(body):
                     await self._app(scope, body.receive, sender.send)
         except (ClientGone, ClientDisconnect):
             return
+        except SlowReader:
+            _log.debug("an HTTP connection is closed: it reads slowly, and other responses wait")
+            if (connection := scope.get(CONNECTION)) is not None:
+                connection.transport.abort()
         except asyncio.CancelledError:  # only a server whose grace time is over cancels
             await self._send_error(draining_error(), scope, receive, sender)
         except Exception as error:
@@ -156,8 +166,15 @@ class HttpGuard:
         await error_response(error, scope["path"])(scope, receive, sender.send)
 
 
+class SlowReader(Exception):
+    """The client reads a response slowly while other responses wait for the budget of unsent bytes."""
+
+
 class _ResponseSender:
-    """Send messages, record whether a response has started, and add request id and trace context to it."""
+    """Send messages, record whether a response has started, and add request id and trace context to it.
+
+    A large body has room in the budget of unsent bytes, and is handed to the socket in pieces as the client reads it.
+    """
 
     __slots__ = ("_scope", "_send", "started")
 
@@ -176,7 +193,29 @@ class _ResponseSender:
             if span:
                 headers.append((b"traceparent", span.encode("latin-1")))
             message = {**message, "headers": headers}
-        await self._send(message)
+        body = message.get("body", b"")
+        if len(body) > PIECE_BYTES:
+            await self._send_pieces(message, memoryview(body))
+        else:
+            await self._send(message)
+
+    async def _send_pieces(self, message: Message, body: memoryview) -> None:
+        room: HttpRoom | None = self._scope.get(ROOM)
+        if room is not None:
+            await room.cover(len(body))
+        for at in range(0, len(body), PIECE_BYTES):
+            last = at + PIECE_BYTES >= len(body)
+            piece = bytes(body[at : at + PIECE_BYTES])
+            sending = asyncio.ensure_future(
+                self._send({**message, "body": piece, "more_body": not last or message.get("more_body", False)})
+            )
+            try:
+                while not (await asyncio.wait([sending], timeout=SLOW_S))[0]:
+                    if room is not None and room.pressed():
+                        raise SlowReader
+                sending.result()
+            finally:
+                sending.cancel()
 
 
 def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:

@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from weftline.engine.serving.backend import Answer, Ask
+from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs, response_body
 from weftline.engine.serving.http.body import body_of, json_object_of
 from weftline.engine.serving.http.connection import while_connected
-from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of
+from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of, room_of
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.responses import JSON, json_response
 from weftline.engine.serving.identity import NAME, version
@@ -172,13 +172,19 @@ class Infer:
             traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
             size_bytes=len(body),
         )
+        caller_of(request).spend(len(asked.asks) - 1)
         return await while_connected(request.receive, self._answered(request, asking, asked, info, wanted))
 
     async def _answered(
         self, request: Request, asking: InferRequest, asked: ParsedRequest, info: ModelInfo, wanted: BinaryOutputs
     ) -> Response:
-        answers = await gather_or_cancel([self._ask(one) for one in asked.asks], Answer.release)
+        answers = await gather_or_cancel([self._context.backend.ask(one) for one in asked.asks], Answer.release)
         try:
+            await room_of(request).take(sum(answer.size_bytes for answer in answers))
+            await gather_or_cancel([answer.load() for answer in answers])
+            if self._context.trace.active:
+                for one, answer in zip(asked.asks, answers, strict=True):
+                    self._context.trace.note(one, answer.timings, answer.total_ms)
             response = to_response(asking, info, answers, asked.batch, self._context.shared_memory)
             body, length = response_body(response, wanted)
         finally:
@@ -187,12 +193,6 @@ class Infer:
         request.scope[SPAN] = answers[0].traceparent
         headers = {} if length is None else {HEADER: str(length)}
         return Response(body, 200, headers, JSON if length is None else "application/octet-stream")
-
-    async def _ask(self, ask: Ask) -> Answer:
-        answer = await self._context.backend.ask(ask)
-        if self._context.trace.active:
-            self._context.trace.note(ask, answer.timings, answer.total_ms)
-        return answer
 
 
 class HttpSharedMemory:

@@ -5,6 +5,7 @@ The gate's table (`auth/methods.py`) has the same paths with their rights; a tes
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
@@ -126,6 +127,7 @@ class Probes:
 
     def __init__(self, context: HttpContext) -> None:
         self._context = context
+        self._rendering: asyncio.Future[bytes] | None = None
 
     async def live(self, request: Request) -> ASGIApp:
         return text_response("live\n")
@@ -141,7 +143,10 @@ class Probes:
         return json_response({"ready": ready, "not_ready": missing}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> ASGIApp:
-        return Response(await self._context.backend.metrics(), media_type=METRICS_TYPE)
+        """Return all figures; concurrent requests share the text, however slowly they read it."""
+        if self._rendering is None or self._rendering.done():
+            self._rendering = asyncio.ensure_future(self._context.backend.metrics())
+        return Response(await asyncio.shield(self._rendering), media_type=METRICS_TYPE)
 
 
 def _get(path: str, endpoint: Endpoint) -> Route:

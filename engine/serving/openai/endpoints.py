@@ -158,6 +158,7 @@ class GenerationEndpoint(Endpoint, ABC):
         wanted = [ports.output, ports.reasoning, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
         asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
+        caller_of(request).spend(len(asks) * body.n - 1)
         return Generation(body, ports, self.format, tuple(asks))
 
     @abstractmethod
@@ -264,6 +265,7 @@ class Embeddings(Endpoint):
         common = tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
+        caller_of(request).spend(len(asks) - 1)
         with body.naming_truncation():
             answers = await self._outputs_of(request, asks, "input" if len(asks) > 1 else "")
         usage = sum((usage_of(outputs.get(ports.usage or "")) for outputs in answers), Usage())
@@ -312,6 +314,7 @@ class Rerank(Endpoint):
         inputs |= tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         ask = ask_for(request, body.model, inputs, wanted, body.priority)
+        caller_of(request).spend(len(body.documents) - 1)
         with body.naming_truncation():
             [outputs] = await self._outputs_of(request, [ask])
         return json_response(

@@ -311,3 +311,20 @@ def test_it_counts_the_sequences_of_each_worker() -> None:
     assert (sequences.held(0), sequences.held(1)) == (1, 2)
     assert sequences.lost(1) == ["q0", "q2"]
     assert (sequences.held(0), sequences.held(1)) == (1, 0)
+
+
+def test_one_caller_leaves_sequences_to_another() -> None:
+    sequences = Sequences(SequencePolicy(live_max=8))
+    for number in range(4):
+        assert sequences.admit(f"a/{number}", True, False, 0.0, "a") == ""
+    with pytest.raises(LimitReached, match="the caller has 4 sequences open, and 4 of"):
+        sequences.admit("a/4", True, False, 0.0, "a")
+    assert sequences.admit("a/0", True, False, 0.0, "a") == "", "a live one may begin anew"
+    assert sequences.admit("b/0", True, False, 0.0, "b") == ""
+    assert sequences.admit("a/1", False, True, 0.0, "a") == ""
+    for _ in range(2):
+        sequences.forgo("a/1", 0.0)
+    assert sequences.admit("a/4", True, False, 0.0, "a") == ""
+    for number in range(3):
+        sequences.admit(str(number), True, False, 0.0)
+    assert sequences.live() == 8, "without a name there is no share"

@@ -515,10 +515,67 @@ def test_a_client_that_opens_windows_late_gets_all_its_responses(
         send_bodies(wire, (1, 3, 5), large(900_000))
         wait_until(lambda: sum(one.http2.unsent_bytes for one in transport(server).connections) > 2 << 20)
         wire.send(wire.ask(7, call(), ASK))
-        assert wire.wait(7).status == EXHAUSTED
         grants = [frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 24)) for stream in (0, 1, 3, 5)]
         wire.send(*grants)
-        assert [wire.wait(stream).status for stream in (1, 3, 5)] == [OK] * 3
+        assert [wire.wait(stream).status for stream in (1, 3, 5, 7)] == [OK] * 4
+    is_well(server)
+
+
+def test_responses_beyond_the_budget_wait_for_the_client_to_read(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay in the engine's memory, calls behind them do not start, and all are answered in the end."""
+    unsent = transport(server).unsent
+    monkeypatch.setattr(unsent, "_connection_bytes_max", 2 << 20)
+    streams = range(1, 31, 2)
+    with Wire(server) as wire, Wire(server) as other:
+        send_bodies(wire, streams, large(900_000))
+        wait_until(lambda: any(one._held_back for one in transport(server).connections))
+        assert unsent.held_bytes <= 2 << 20
+        other.send(other.ask(1, call(), ASK))
+        assert other.wait(1).status == OK
+        for stream in (0, *streams):
+            wire.send(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 25)))
+        assert [wire.wait(stream).status for stream in streams] == [OK] * len(streams)
+        assert all(len(wire.replies[stream].body) > 900_000 for stream in streams)
+    wait_until(lambda: unsent.held_bytes == unsent.waiting == 0)
+    is_well(server)
+
+
+def test_a_waiting_response_ends_with_its_deadline_or_its_client(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsent = transport(server).unsent
+    monkeypatch.setattr(unsent, "_connection_bytes_max", 1 << 20)
+    with Wire(server) as wire:
+        for stream, timeout in ((1, "60S"), (3, "700m"), (5, "60S")):
+            data = large(900_000)
+            wire.send(wire.begin(stream, call(grpc_timeout=timeout)), frame(DATA, 0, stream, data[:16_000]))
+            while not wire.replies.setdefault(stream, Reply()).window:
+                assert wire.receive(5)
+            wire.send(*(frame(DATA, 0, stream, data[at : at + 16_000]) for at in range(16_000, len(data), 16_000)))
+            wire.send(frame(DATA, END_STREAM, stream, b""))
+            wait_until(lambda: unsent.held_bytes > 900_000)
+        assert wire.wait(3).status == DEADLINE
+        wait_until(lambda: unsent.waiting == 1)
+    wait_until(lambda: unsent.held_bytes == unsent.waiting == 0)
+    is_well(server)
+
+
+def test_a_slow_reader_is_closed_while_others_wait_for_the_budget(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsent = transport(server).unsent
+    monkeypatch.setattr(unsent, "bytes_max", 2 << 20)
+    monkeypatch.setattr(http2_transport, "SLOW_S", 0.5)
+    with Wire(server) as slow, Wire(server) as other:
+        send_bodies(slow, (1,), large(900_000))
+        wait_until(lambda: unsent.held_bytes > 900_000)
+        monkeypatch.setattr(unsent, "bytes_max", 1 << 20)
+        send_bodies(other, (1,), large(900_000))
+        other.send(*(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 25)) for stream in (0, 1)))
+        assert other.wait(1, 10).status == OK
+        slow.wait_closed(5)
     is_well(server)
 
 
