@@ -9,7 +9,6 @@ Pure.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -25,14 +24,13 @@ class CallSlots:
     def __init__(self, calls_max: int) -> None:
         self.calls_max = calls_max
         self.total = 0
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, int] = {}
 
     def check(self, caller: str) -> None:
         """Raise LimitReached if `take` would."""
         if self.total >= self.calls_max:
             raise LimitReached(f"{self.total} calls are open; limits.calls_max is {self.calls_max}", RETRY_S)
-        if caller and self._held[caller] >= self.calls_max - self.total:
-            held, free = self._held[caller], self.calls_max - self.total
+        if caller and (held := self._held.get(caller, 0)) >= (free := self.calls_max - self.total):
             raise LimitReached(
                 f"the token has {held} calls open, and {free} of limits.calls_max are left for all", RETRY_S
             )
@@ -41,7 +39,7 @@ class CallSlots:
         """Take a slot until `give_back`; LimitReached without one for this caller. caller: '' without tokens."""
         self.check(caller)
         self.total += 1
-        self._held[caller] += 1
+        self._held[caller] = self._held.get(caller, 0) + 1
 
     def give_back(self, caller: str) -> None:
         """Release a slot."""

@@ -10,12 +10,13 @@ caller with more than half of all connections; of its class the oldest of the gr
 is an address, or a named caller once it is identified. So connections that send nothing keep no client out, one address
 with many honest clients has no limit of its own, and connections that have served calls are closed last.
 
-Pure. The cost of an operation does not grow with the connections, but with the groups where one is closed for another.
+Pure. Only where one is closed for another does the cost grow with the number of connections.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -23,8 +24,6 @@ from typing import Generic, TypeVar
 from weftline.errors import LimitReached
 
 C = TypeVar("C", bound=Hashable)
-
-LATE, NEW, IDLE, BUSY = 0, 1, 2, 3
 
 LATE_S = 5.0
 """Time for a late connection to begin a call."""
@@ -38,12 +37,17 @@ RETRY_S = 1.0
 
 @dataclass(slots=True)
 class _Entry:
-    """State of a connection. group: address, or name of its caller; calls: open calls with rights."""
+    """State of a connection.
 
-    state: int
+    group:  address, or name of its caller.
+    serial: order of the last change of its state.
+    calls:  open calls with rights; None before the first.
+    """
+
     group: str
     opened_s: float
-    calls: int = 0
+    serial: int
+    calls: int | None = None
 
 
 class ConnectionTable(Generic[C]):
@@ -53,33 +57,31 @@ class ConnectionTable(Generic[C]):
         self.connections_max = connections_max
         self.late_max = max(LATE_MIN, connections_max // LATE_SHARE)
         self._entries: dict[C, _Entry] = {}
-        self._groups: tuple[dict[str, dict[C, None]], ...] = ({}, {}, {}, {})  # by state; oldest first
-        self._late = self._groups[LATE].setdefault("", {})
+        self._late: dict[C, None] = {}  # oldest first
+        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, connection: C, address: str, now_s: float) -> C | None:
         """Add a connection; return a late one to close for it, which is removed."""
-        group = address_group(address)
-        if not self._full():
-            self._enter(connection, _Entry(NEW, group, now_s))
-            return None
-        closed = next(iter(self._late)) if len(self._late) >= self.late_max else None
-        if closed is not None:
-            self.remove(closed)
-        self._entries[connection] = _Entry(LATE, group, now_s)
-        self._late[connection] = None
+        closed = None
+        if self._full():
+            if len(self._late) >= self.late_max:
+                closed = next(iter(self._late))
+                self.remove(closed)
+            self._late[connection] = None
+        self._serial += 1
+        self._entries[connection] = _Entry(address_group(address), now_s, self._serial)
         return closed
 
     def remove(self, connection: C) -> None:
         """Remove a connection; no effect if it is not here. The oldest late one takes its place."""
-        entry = self._entries.pop(connection, None)
-        if entry is None:
+        if self._entries.pop(connection, None) is None:
             return
-        self._leave(connection, entry)
+        self._late.pop(connection, None)
         if self._late and not self._full():
-            self._move(next(iter(self._late)), NEW)
+            del self._late[next(iter(self._late))]
 
     def expired(self, now_s: float) -> list[C]:
         """Remove and return the late connections whose time is over."""
@@ -96,60 +98,53 @@ class ConnectionTable(Generic[C]):
         entry = self._entries.get(connection)
         if entry is None:
             return None
-        entry.calls += 1
-        if entry.calls > 1:
-            return None
         closed = None
-        if entry.state == LATE and self._full():
+        if connection in self._late:
             closed = self._victim()
             if closed is None:
-                entry.calls -= 1
                 raise LimitReached(
                     f"{len(self)} connections are open and busy; limits.connections_max is {self.connections_max}",
                     RETRY_S,
                 )
-        self._move(connection, BUSY, caller)
-        if closed is not None:
+            del self._late[connection]
             self.remove(closed)
+        entry.calls = (entry.calls or 0) + 1
+        entry.group = caller or entry.group
+        if entry.calls == 1:
+            self._serial += 1
+            entry.serial = self._serial
         return closed
 
     def end_call(self, connection: C) -> None:
         """Note that such a call has ended."""
         entry = self._entries.get(connection)
-        if entry is not None:
+        if entry is not None and entry.calls:
             entry.calls -= 1
             if not entry.calls:
-                self._move(connection, IDLE)
+                self._serial += 1
+                entry.serial = self._serial
 
     def _full(self) -> bool:
         return len(self._entries) - len(self._late) >= self.connections_max
 
-    def _enter(self, connection: C, entry: _Entry) -> None:
-        self._entries[connection] = entry
-        self._groups[entry.state].setdefault(entry.group, {})[connection] = None
-
-    def _leave(self, connection: C, entry: _Entry) -> None:
-        if entry.state == LATE:
-            del self._late[connection]
-            return
-        groups = self._groups[entry.state]
-        del groups[entry.group][connection]
-        if not groups[entry.group]:
-            del groups[entry.group]
-
-    def _move(self, connection: C, state: int, group: str = "") -> None:
-        entry = self._entries[connection]
-        self._leave(connection, entry)
-        entry.state, entry.group = state, group or entry.group
-        self._enter(connection, entry)
-
     def _victim(self) -> C | None:
-        for state in (NEW, IDLE):
-            if groups := self._groups[state]:
-                return next(iter(max(groups.values(), key=len)))
-        group, largest = max(self._groups[BUSY].items(), key=lambda item: len(item[1]))
-        named = not group.startswith(ADDRESS)
-        return next(iter(largest)) if named and 2 * len(largest) > self.connections_max else None
+        """Return the connection to close for a late one; None if all are busy."""
+        new, idle, busy = [], [], []
+        for connection, entry in self._entries.items():
+            if connection not in self._late:
+                (new if entry.calls is None else busy if entry.calls else idle).append((entry, connection))
+        for some in (new, idle):
+            if some:
+                return _oldest_of_largest(some)[1]
+        entry, connection = _oldest_of_largest(busy)
+        count = sum(one.group == entry.group for one, _ in busy)
+        return connection if not entry.group.startswith(ADDRESS) and 2 * count > self.connections_max else None
+
+
+def _oldest_of_largest(some: list[tuple[_Entry, C]]) -> tuple[_Entry, C]:
+    """Return the oldest connection of the group with the most of them."""
+    sizes = Counter(entry.group for entry, _ in some)
+    return min(some, key=lambda one: (-sizes[one[0].group], one[0].serial))
 
 
 ADDRESS = "address "

@@ -5,7 +5,8 @@
 
 A unary ModelInfer runs without a task: `Inference.start` calls back in the loop. Every other method runs in a task.
 Responses that are ready in one turn of the loop are sent by one write. After TURN_S the rest of the received work waits
-for the next turn, and nothing more is read from that connection.
+for a later turn, and nothing more is read from that connection. In a turn one of the connections with such work goes
+on, so that many of them delay another client by TURN_S and not by TURN_S each.
 
 A call takes one of `limits.calls_max` slots once its message is there and if its method needs rights. Others have a
 share of their own (`OpeningCalls`). At `connections_max` a connection that serves no such call is closed for a new one
@@ -331,8 +332,9 @@ class GrpcCall:
     def _take_slot(self) -> None:
         """Count the call once its first message is there; LimitReached without a slot for its caller."""
         server = self._connection.server
-        server.opening.discard(self)
         self.opening = False
+        if len(server.opening):
+            server.opening.discard(self)
         if self.counted:
             server.slots.take(self.caller.name)
             self._slot = True
@@ -553,6 +555,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.server = server
         self.http2: Http2Connection
         self.peer = ""
+        self._begun: list[GrpcCall] = []  # calls of the events that are being processed
         self._held_back: deque[GrpcCall] = deque()  # start once fewer responses wait
         self._settling: deque[tuple[int, Reservation]] = deque()  # with the flushed bytes at their end
         self._settle_timer: asyncio.TimerHandle | None = None
@@ -610,7 +613,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._unread = memoryview(bytes(self._unread) + bytes(received))
         else:
             self._unread = received
-            self._work()
+            self.work()
 
     def eof_received(self) -> bool:
         return False
@@ -651,8 +654,8 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     # receiving
 
-    def _work(self) -> None:
-        """Process received bytes and start calls for at most TURN_S; continue in the next turn."""
+    def work(self) -> None:
+        """Process received bytes and start calls for at most TURN_S; continue in a later turn of the loop."""
         self._working = False
         if self._closed:
             return
@@ -680,7 +683,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             if self._unread and self._unread.obj is self.server.buffer.obj:
                 self._unread = memoryview(bytes(self._unread))  # the buffer is used for other connections meanwhile
             self._working = True
-            self.server.loop.call_soon(self._work)
+            self.server.continue_soon(self)
         self._balance_reading()
         if self.http2.wants_write:
             self.flush_soon()
@@ -715,6 +718,18 @@ class GrpcConnection(asyncio.BufferedProtocol):
                 self._on_closed(stream)
             elif stream.call is not None and not stream.discard:
                 self._on_received(stream.call, event)
+        if self._begun:
+            self._add_opening()
+
+    def _add_opening(self) -> None:
+        """Count the calls that have begun without a message."""
+        begun, self._begun = self._begun, []
+        for call in begun:
+            if call.opening and not call.stream.closed:
+                ended = self.server.opening.add(call, call.counted)
+                if ended is not None:
+                    ended.opening = False
+                    ended.end(LimitReached("the message did not arrive, and other calls wait to begin", RETRY_S))
 
     def _on_request(self, stream: Http2Stream) -> None:
         server = self.server
@@ -729,10 +744,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.calls.add(call)
         server.calls += 1
         call.opening = True
-        ended = server.opening.add(call, call.counted)
-        if ended is not None:
-            ended.opening = False
-            ended.end(LimitReached("the message did not arrive, and other calls wait to begin", RETRY_S))
+        self._begun.append(call)
         if isinstance(call.method, StreamMethod):
             call.start()
 
@@ -998,6 +1010,7 @@ class Http2Transport:
         self.ping_wait_s = limits.keepalive_wait_s
         self.ping_interval_s = min(limits.keepalive_s, PING_INTERVAL_S)
         self.connections: set[GrpcConnection] = set()
+        self._backlog: deque[GrpcConnection] = deque()  # connections with received work
         self.calls = 0
         self.closing = self.closed = False
         self.now_s = time.monotonic()
@@ -1076,6 +1089,18 @@ class Http2Transport:
             connection.abort()
         if self._sweeping is not None:
             self._sweeping.cancel()
+
+    def continue_soon(self, connection: GrpcConnection) -> None:
+        """Let a connection go on with received work; one connection does in each turn of the loop."""
+        if not self._backlog:
+            self.loop.call_soon(self._continue_one)
+        self._backlog.append(connection)
+
+    def _continue_one(self) -> None:
+        connection = self._backlog.popleft()
+        if self._backlog:
+            self.loop.call_soon(self._continue_one)
+        connection.work()
 
     def closed_one(self) -> None:
         """Note that a connection is closed."""

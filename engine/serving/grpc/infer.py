@@ -149,12 +149,14 @@ class Inference:
             done(answer)
             return
         request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
-        encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
         if answer.fetch is not None or (call.room is not None and not call.room.is_free(answer.size_bytes)):
+            encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
             started.cancel = _run_in_task(self._encode_with_room((answer,), call, encode), done)
             return
         try:
-            result: bytes | Exception = encode()
+            result: bytes | Exception = self._encode(
+                request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes
+            )
         except Exception as error:
             result = error
         finally:

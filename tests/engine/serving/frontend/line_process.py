@@ -71,6 +71,7 @@ class LineServer:
         if "ask" in fields:
             value = np.arange(fields["items"], dtype=np.float32) if "items" in fields else fields["x"]
             with await self._backend.ask(Ask(fields["ask"], {"x": value})) as answer:
+                await answer.load()
                 found = answer.outputs["y"]
                 _write(writer, {"sum": float(found.sum())} if isinstance(found, np.ndarray) else {"y": found})
         elif "stream" in fields:

@@ -109,6 +109,7 @@ def run(request: pytest.FixtureRequest, repository: Repository, gate: Gate) -> I
 
 async def outputs_of(backend: Backend, ask: Ask) -> dict[str, Any]:
     with await backend.ask(ask) as answer:
+        await answer.load()
         return {name: owned(value) for name, value in answer.outputs.items()}
 
 
