@@ -135,6 +135,7 @@ bench-ingress: setup  ## the ingress beside Triton, mosec, Ray Serve and an empt
 
 bench-hostile: setup  ## a healthy client beside hostile and greedy ones
 	$(RUN) -m benchmarks.ingress_hostile
+	$(RUN) -m benchmarks.ingress_hostile_limits
 
 bench-peers: setup  ## build the environment of each peer under .peers
 	$(RUN) -m benchmarks.peers.environments

@@ -181,14 +181,15 @@ class ServeLimits:
     """Most bytes of a call's metadata or headers."""
 
     calls_max: Annotated[int, _number(1, 1_000_000)] = 4096
-    """Most calls at a time, over all connections of a process."""
+    """Most calls with a message at a time, over all connections of a process. A named caller holds at most as many as
+    are free. Calls before their message, and of methods without rights, are not counted: 1 024 wait for a message."""
 
     streams_max: Annotated[int, _number(1, 1_000_000)] = 256
     """Most calls at a time of one connection."""
 
     connections_max: Annotated[int, _number(1, 1_000_000)] = 1024
-    """Most gRPC connections of a process at a time, TLS handshakes included; further ones are closed. Not enforced by
-    the transport grpcio."""
+    """Most connections of a server at a time. Further ones, an eighth of it, are closed after 5 s unless a call begins
+    on them; then another is closed that serves none. Not enforced by the gRPC transport grpcio."""
 
     stream_requests_max: Annotated[int, _number(1, 1_000_000)] = 256
     """Most unanswered requests of one ModelStreamInfer call."""

@@ -129,7 +129,9 @@ class ConnectionTable(Generic[C]):
 
     def _victim(self) -> C | None:
         """Return the connection to close for a late one; None if all are busy."""
-        new, idle, busy = [], [], []
+        new: list[tuple[_Entry, C]] = []
+        idle: list[tuple[_Entry, C]] = []
+        busy: list[tuple[_Entry, C]] = []
         for connection, entry in self._entries.items():
             if connection not in self._late:
                 (new if entry.calls is None else busy if entry.calls else idle).append((entry, connection))

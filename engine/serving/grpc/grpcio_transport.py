@@ -178,7 +178,7 @@ async def run(method: Method, call: GrpcioCall) -> None:
     try:
         if isinstance(method, InferMethod):
             response = await method.inference.infer(data, described)
-            call.set_span(described.span)
+            _set_span(call.grpc_context, described.span)
         else:
             response = await method.run(data)
             await described.reserve(len(response))
@@ -187,37 +187,51 @@ async def run(method: Method, call: GrpcioCall) -> None:
         described.settle()
 
 
-class GrpcioCall:
-    """A call of a grpc.aio context. Implements `StreamCall`."""
+def handler(method: Method) -> grpc.RpcMethodHandler:
+    """Return a handler without slots and room, for Ray Serve's proxy, which limits calls itself."""
 
-    def __init__(self, transport: GrpcioTransport, context: Context, counted: bool, streamed: bool) -> None:
-        self._transport, self._context = transport, context
-        self._protocol = "grpc-stream" if streamed else "grpc"
-        self._counted, self._streamed = counted, streamed
-        self._task = asyncio.current_task()
-        self._opening, self._slot = True, False
-        self.ended_for_another = False
-        PEER.set(context.peer())
-        if self._task is not None:
-            ended = transport.opening.add(self, counted)
-            if ended is not None:
-                ended.end_for_another()
+    async def stream(requests: object, context: Context) -> None:
+        try:
+            if isinstance(method, StreamMethod):
+                await method.run(ProxiedCall(context))
+        except Exception as error:
+            await refuse(context, error)
 
-    def context(self) -> CallContext:
-        caller = CALLER.get()
-        room = BudgetRoom(self._transport.unsent, PEER.get(), caller.name or PEER.get())
-        return _call_context(self._context, self._protocol, caller, room)
+    async def answer(data: bytes, context: Context) -> bytes:
+        try:
+            if isinstance(method, InferMethod):
+                call = ProxiedCall(context).context("grpc")
+                response = await method.inference.infer(data, call)
+                _set_span(context, call.span)
+                return response
+            if isinstance(method, StreamMethod):
+                raise WeftlineError("found one message for a method with streams")
+            return await method.run(data)
+        except Exception as error:
+            await refuse(context, error)
+            raise  # not reached
+
+    if isinstance(method, StreamMethod):
+        return grpc.stream_stream_rpc_method_handler(stream)
+    return grpc.unary_unary_rpc_method_handler(answer)
+
+
+def _set_span(context: Context, span: str) -> None:
+    if span:
+        context.set_trailing_metadata((("traceparent", span),))
+
+
+class ProxiedCall:
+    """A call of a grpc.aio context, or of one like it. Implements `StreamCall`."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def context(self, protocol: str = "grpc-stream") -> CallContext:
+        return _call_context(self._context, protocol, CALLER.get(), None)
 
     async def read(self) -> bytes | None:
-        """Return the next message; the first takes a slot. LimitReached without one, or if a unary one is late."""
-        limits = self._transport.limits
-        try:
-            async with asyncio.timeout(limits.header_s if self._opening and not self._streamed else None):
-                data = await self._context.read()
-        except TimeoutError:
-            raise LimitReached(f"the message did not arrive; limits.header_s is {limits.header_s:g}") from None
-        if self._opening and data is not grpc.aio.EOF:
-            self._begin()
+        data = await self._context.read()
         return None if data is grpc.aio.EOF else data
 
     async def write(self, message: bytes) -> None:
@@ -226,9 +240,44 @@ class GrpcioCall:
         except grpc.aio.BaseError:  # the call has ended
             raise asyncio.CancelledError from None
 
-    def set_span(self, span: str) -> None:
-        if span:
-            self._context.set_trailing_metadata((("traceparent", span),))
+
+class GrpcioCall:
+    """A call of a grpc.aio context. Implements `StreamCall`."""
+
+    def __init__(self, transport: GrpcioTransport, context: Context, counted: bool, streamed: bool) -> None:
+        self._transport, self.grpc_context = transport, context
+        self._protocol = "grpc-stream" if streamed else "grpc"
+        self._counted, self._streamed = counted, streamed
+        self._task = asyncio.current_task()
+        self._opening, self._slot = True, False
+        self.ended_for_another = False
+        PEER.set(context.peer())
+        ended = transport.opening.add(self, counted)
+        if ended is not None:
+            ended.end_for_another()
+
+    def context(self) -> CallContext:
+        caller = CALLER.get()
+        room = BudgetRoom(self._transport.unsent, PEER.get(), caller.name or PEER.get())
+        return _call_context(self.grpc_context, self._protocol, caller, room)
+
+    async def read(self) -> bytes | None:
+        """Return the next message; the first takes a slot. LimitReached without one, or if a unary one is late."""
+        limits = self._transport.limits
+        try:
+            async with asyncio.timeout(limits.header_s if self._opening and not self._streamed else None):
+                data = await self.grpc_context.read()
+        except TimeoutError:
+            raise LimitReached(f"the message did not arrive; limits.header_s is {limits.header_s:g}") from None
+        if self._opening and data is not grpc.aio.EOF:
+            self._begin()
+        return None if data is grpc.aio.EOF else data
+
+    async def write(self, message: bytes) -> None:
+        try:
+            await self.grpc_context.write(message)
+        except grpc.aio.BaseError:  # the call has ended
+            raise asyncio.CancelledError from None
 
     def end_for_another(self) -> None:
         """End a call without a message."""
@@ -250,7 +299,7 @@ class GrpcioCall:
             self._slot = True
 
 
-def _call_context(context: Context, protocol: str, caller: Caller, room: Room) -> CallContext:
+def _call_context(context: Context, protocol: str, caller: Caller, room: Room | None) -> CallContext:
     left_s = context.time_remaining()
     parent = ""
     for key, value in context.invocation_metadata():
