@@ -102,17 +102,19 @@ class Answer(msgspec.Struct):
         self.release()
 
 
+_FLAT = (str, bytes, bytearray)
+
 SAMPLED = 64
 """Elements of a list or mapping whose sizes are added up; the others are assumed to be like them."""
 
 
 def value_bytes(value: Any) -> int:
     """Return the size of an output in bytes: exact for arrays, text and bytes, estimated for json values."""
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
     size = getattr(value, "nbytes", None)
-    if isinstance(size, int):
-        return size
+    if size is not None:
+        return int(size)
+    if isinstance(value, _FLAT):
+        return len(value)
     if isinstance(value, Mapping):
         return value_bytes(list(value)) + value_bytes(list(value.values()))
     if isinstance(value, Sequence) and value:

@@ -338,9 +338,11 @@ class GrpcCall:
         if self.counted:
             server.slots.take(self.caller.name)
             self._slot = True
-            closed = server.table.begin_call(self._connection, self.caller.name)
-            if closed is not None:
-                closed.close_for_another()
+            self._connection.counted_calls += 1
+            if self._connection.counted_calls == 1:
+                closed = server.table.begin_call(self._connection, self.caller.name)
+                if closed is not None:
+                    closed.close_for_another()
 
     def _give_slot_back(self) -> None:
         server = self._connection.server
@@ -349,7 +351,9 @@ class GrpcCall:
         if self._slot:
             self._slot = False
             server.slots.give_back(self.caller.name)
-            server.table.end_call(self._connection)
+            self._connection.counted_calls -= 1
+            if not self._connection.counted_calls:
+                server.table.end_call(self._connection)
 
     def on_end(self) -> None:
         """Start a unary method, or let `read` return None. Raises what refuses the call."""
@@ -555,6 +559,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.server = server
         self.http2: Http2Connection
         self.peer = ""
+        self.counted_calls = 0  # open calls that have slots
         self._begun: list[GrpcCall] = []  # calls of the events that are being processed
         self._held_back: deque[GrpcCall] = deque()  # start once fewer responses wait
         self._settling: deque[tuple[int, Reservation]] = deque()  # with the flushed bytes at their end
