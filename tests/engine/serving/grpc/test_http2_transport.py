@@ -530,6 +530,8 @@ def test_responses_beyond_the_budget_wait_for_the_client_to_read(
     streams = range(1, 31, 2)
     with Wire(server) as wire, Wire(server) as other:
         send_bodies(wire, streams, large(900_000))
+        wait_until(lambda: unsent.waiting >= http2_transport.WAITING_ANSWERS_MAX)
+        wire.send(wire.ask(31, call(), ASK))
         wait_until(lambda: any(one._held_back for one in transport(server).connections))
         assert unsent.held_bytes <= 2 << 20
         other.send(other.ask(1, call(), ASK))
@@ -538,6 +540,7 @@ def test_responses_beyond_the_budget_wait_for_the_client_to_read(
             wire.send(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", 1 << 25)))
         assert [wire.wait(stream).status for stream in streams] == [OK] * len(streams)
         assert all(len(wire.replies[stream].body) > 900_000 for stream in streams)
+        assert wire.wait(31).status == OK
     wait_until(lambda: unsent.held_bytes == unsent.waiting == 0)
     is_well(server)
 
