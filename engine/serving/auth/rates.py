@@ -15,13 +15,15 @@ from weftline.engine.serving.auth.token_entries import Token
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.token_bucket import RateLimit
 
+COST_MAX = 1e6
+"""Most requests that one request counts as."""
+
 
 class RateAccount(Protocol):
     """The account as a server sees it."""
 
     async def take(self, token: str) -> float:
         """Take a permit for one request of a token, by name; return 0.0, or the seconds until the next permit."""
-
 
     def spend(self, token: str, cost: float) -> None:
         """Charge `cost` requests beyond the first of an admitted one, which may be owed; no answer."""
@@ -50,7 +52,7 @@ class TokenRates:
     def spend(self, token: str, cost: float) -> None:
         bucket = self._bucket(token)
         if bucket is not None and cost > 0:
-            bucket.spend(self._clock(), cost)
+            bucket.spend(self._clock(), min(cost, COST_MAX))
 
     def _bucket(self, token: str) -> RateLimit | None:
         entry = self._tokens.named(token) if self._tokens is not None else None
