@@ -24,6 +24,7 @@ from weftline.engine.jobs.blocks import BlockRows, ResumePoint, cut, read_on, ru
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns
 from weftline.engine.jobs.output.fingerprint import versions
+from weftline.engine.jobs.output.dataset_card import dataset_card
 from weftline.engine.jobs.output.layout import EXTRAS
 from weftline.engine.jobs.output.manifest import ErrorRow
 from weftline.engine.jobs.output.store import Draft, Store
@@ -225,10 +226,9 @@ class _Run:
         elif job.format == "hf":
             names = [record.file for record in store.records]
             digest = hashlib.sha256("".join(record.sha256 for record in store.records).encode()).hexdigest()[:16]
-            made = hf_files(names, schema, digest)
-            store.finish(extras=made)
+            store.finish(extras=hf_files(names, schema, digest))
         else:
-            store.finish()
+            store.finish(extras=dataset_card(job.format, schema))
 
     def _ended(self, why: str) -> JobResult:
         job, store, elapsed_s = self._job, self._store, self._recorder.elapsed_s

@@ -4,6 +4,7 @@
       part-00000.parquet          rows of a part
       .part-00000.parquet.new     its next revision, until its record is written
       _errors.jsonl               error rows of all parts
+      .huggingface.yaml           dataset card: names the parts for `datasets.load_dataset`
       _media/part-00000/          images and audio of a part; part-00000.r1/ of revision 1
       _weftline/manifest.json     the job's manifest
       _weftline/part-00000.json   commit record of a part; a part without it does not exist
@@ -13,7 +14,7 @@
       _weftline/lock              lock of the writing run
 
 While a file is written it is called `.NAME.tmp`. Names are relative, with `/` between folders, and folders end in `/`.
-Everything but tables begins with `_`, so that readers of the folder as a data set skip it.
+Everything but tables begins with `_` or a dot, so that readers of the folder as a data set skip it.
 
 A part is committed in this order, each step durable before the next:
 
@@ -62,7 +63,10 @@ BY_SUFFIX = {
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl", "arrow": ".arrow", "hf": ".arrow"}
 """Suffixes of parts."""
 
-EXTRAS = {"hf": ("dataset_info.json", "state.json")}
+CARD = ".huggingface.yaml"
+"""Dataset card beside the parts: see dataset_card."""
+
+EXTRAS = {"hf": ("dataset_info.json", "state.json"), "parquet": (CARD,), "jsonl": (CARD,), "arrow": (CARD,)}
 """Metadata files beside the parts of a format, written at the end."""
 
 _SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,9}")

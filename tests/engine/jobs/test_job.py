@@ -21,6 +21,7 @@ from tests.engine.jobs.output.faults import FaultyDisk, Killed, MemoryDisk  # no
 from weftline.engine.jobs import job as jobs  # noqa: E402
 from weftline.engine.jobs.job import run_job  # noqa: E402
 from weftline.engine.jobs.output import folder as places  # noqa: E402
+from weftline.engine.jobs.output.layout import EXTRAS  # noqa: E402
 from weftline.engine.jobs.output.local_files import Disk, LocalFiles  # noqa: E402
 from weftline.engine.jobs.output.store import Store  # noqa: E402
 from weftline.engine.jobs.progress import Progress  # noqa: E402
@@ -168,7 +169,8 @@ class OnDisk:
 
     def _open(self, job: Any) -> Store:
         place = places.find("out", False, job.suffix, {})
-        return Store.open_at(replace(place, files=LocalFiles("/data/out", self.disk)), job.manifest)
+        place = replace(place, files=LocalFiles("/data/out", self.disk))
+        return Store.open_at(place, job.manifest, extras=EXTRAS[job.format])
 
     def run(self, folder: Path, disk: Disk, again: bool = False) -> None:
         """Run the job on a disk; `again`: its error rows, which go well now."""
@@ -419,3 +421,46 @@ def test_a_folder_of_results_is_a_data_set(folder: Path) -> None:
     run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     assert (folder / "out" / "_errors.jsonl").exists()
     assert pq.read_table(folder / "out")["n"].to_pylist() == [n for n in range(47) if n % 7 != 3]
+
+
+VARIED = [{"a": 1}, {"b": ["x", 1]}, "text", 3, None, [1, "q"], True]
+
+MIXED = """
+weftline: 1
+name: mixed
+inputs: {text: text, n: json}
+steps:
+  work: {node: function, function: "steps.py:work", inputs: {text: text, n: n}}
+outputs: {answer: work.answer, found: work.found}
+"""
+
+MIXED_STEPS = """
+def work(text: str, n: "json") -> {"answer": "text", "found": "json"}:
+    if "fail" in text:
+        raise ValueError("the text says so")
+    values = [{"a": 1}, {"b": ["x", 1]}, "text", 3, None, [1, "q"], True]
+    return {"answer": text.upper(), "found": values[n % 7]}
+"""
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "arrow"])
+def test_load_dataset_reads_a_folder_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    write_pipeline(tmp_path, MIXED, MIXED_STEPS)
+    rows = [{"text": text, "n": n, "late": None if n < 20 else "x"} for n, text in enumerate(BAD)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = spec_of(tmp_path, tmp_path / "rows.jsonl")
+    spec = replace(spec, out=replace(spec.out, format=format))
+    end = run_job(spec, local_runner_factory(spec.pipeline))
+    (tmp_path / "out" / "_report.html").write_text("<html></html>")
+    assert end.errors == 7 and (tmp_path / "out" / "_errors.jsonl").exists()
+    read = datasets.load_dataset(str(tmp_path / "out"), split="train", cache_dir=str(tmp_path / "cache"))
+    good = [n for n in range(47) if n % 7 != 3]
+    assert read["n"][:] == good
+    assert read["late"][:] == [None if n < 20 else "x" for n in good]
+    assert read["answer"][:] == [BAD[n].upper() for n in good]
+    found = (
+        read["found"][:] if format == "jsonl" else [None if one is None else json.loads(one) for one in read["found"]]
+    )
+    assert found == [VARIED[n % 7] for n in good]
