@@ -7,16 +7,29 @@ those that an input needs. A line that is no JSON object becomes a row of nulls 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, BinaryIO
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import JSON_CELL
 from weftline.engine.jobs.sources.cells import TOO_DEEP, cell_field, is_unicode, kind_of, learned_json
-from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, with_late
-from weftline.engine.jobs.sources.text_reader import BOM, LINE_BYTES_MAX, LineBlock, TextReader, is_utf8
+from weftline.engine.jobs.sources.json_list import HEAD_BYTES, as_lines, is_list
+from weftline.engine.jobs.sources.locations import SourceFile
+from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, UNUSABLE, Batch, Mark, RowRange, with_late
+from weftline.engine.jobs.sources.text_reader import (
+    BOM,
+    LINE_BYTES_MAX,
+    LineBlock,
+    StandardInput,
+    TextReader,
+    is_utf8,
+    peeked,
+)
 from weftline.errors import InputError
 
 LEARN_ROWS = 10_000
@@ -27,20 +40,26 @@ _values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class JsonlReader(TextReader):
-    """Files of one JSON object per line."""
+    """Files of one JSON object per line, or of one JSON list of objects, which is read from its start on a resume."""
+
+    def __init__(self, files: Sequence[SourceFile] | StandardInput) -> None:
+        self._lists = set[int]()
+        if isinstance(files, StandardInput) and is_list(files.head(HEAD_BYTES)):
+            self._lists.add(0)
+            files = StandardInput(as_lines(files.open(), files.origin.shown))
+        super().__init__(files)
 
     def _learn(self) -> pa.Schema:
         shown = self.origins[0].shown
         head = self._first_lines()
-        if head[:1] == b"[":
-            raise InputError(
-                f"{shown}: one JSON list; expected one object on each line\n    fix: jq -c '.[]' FILE > FILE.jsonl"
-            )
         found = (_object(line) for line in head.split(b"\n")[:LEARN_ROWS] if line.strip())
         rows = [row for row in found if isinstance(row, dict)]
         if head.strip() and not rows:
             why = _object(head.strip().split(b"\n")[0])
-            raise InputError(f"{shown}: none of its first lines is a JSON object; the first: {why}")
+            raise InputError(
+                f"{shown}: none of its first lines is a JSON object; the first: {why}\n"
+                "    fix: write one object on each line, or one list of objects"
+            )
         if odd := [name for row in rows for name in row if not is_unicode(name)]:
             raise InputError(f"{shown}: the key {odd[0]!r:.80} has half of a surrogate pair; expected UTF-8")
         return learned_json(rows)
@@ -54,7 +73,7 @@ class JsonlReader(TextReader):
         while True:
             head = self._head(0, size)
             lines = head.removeprefix(BOM).lstrip()
-            if len(head) < size or lines[:1] == b"[":
+            if len(head) < size:
                 return lines
             if b"\n" in lines:
                 return lines[: lines.rfind(b"\n")]
@@ -76,6 +95,28 @@ class JsonlReader(TextReader):
         ]
         fields = [*(cell_field(name, pa.string(), JSON_CELL) for name in names), HIDDEN_FIELD]
         return pa.table([*columns, pa.array(reasons, pa.string())], schema=pa.schema(fields))
+
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
+        for batch in super().read(piece, at):
+            yield _by_element(batch) if piece.origin in self._lists else batch
+
+    @contextmanager
+    def _opened(self, origin: int) -> Iterator[BinaryIO]:
+        shown = self.origins[origin].shown
+        with super()._opened(origin) as stream:
+            if self._stdin is None:
+                head, stream = peeked(stream, HEAD_BYTES, shown)
+                if is_list(head):
+                    self._lists.add(origin)
+                    stream = as_lines(stream, shown)
+            yield stream
+
+
+def _by_element(batch: Batch) -> Batch:
+    """Name the elements of a list in the reasons of unreadable rows, in place of lines."""
+    table, place = batch.table, batch.table.column_names.index(UNUSABLE)
+    reasons = pc.replace_substring_regex(table.column(place), r"^line ", "element ")
+    return replace(batch, table=table.set_column(place, table.schema.field(place), reasons))
 
 
 def _numbered(block: LineBlock) -> Iterator[tuple[int, bytes]]:

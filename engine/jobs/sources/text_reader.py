@@ -203,6 +203,15 @@ def unpacked(stream: BinaryIO, compression: str | None) -> BinaryIO:
     return stream if opener is None else cast(BinaryIO, opener(stream))
 
 
+def peeked(stream: BinaryIO, size_bytes: int, shown: str) -> tuple[bytes, BinaryIO]:
+    """Return the first bytes of a stream that stands at its start, and a stream of all of its bytes."""
+    head = _read(stream, size_bytes, shown, 1)
+    if stream.seekable():
+        stream.seek(0)
+        return head, stream
+    return head, cast(BinaryIO, io.BufferedReader(_Replayed(head, stream), BLOCK_BYTES))
+
+
 def seek(stream: BinaryIO, byte: int, packed: bool) -> None:
     """Move to a byte; compressed streams and pipes are read up to there."""
     if not packed and stream.seekable():

@@ -95,7 +95,7 @@ def test_a_mark_and_empty_lines_at_the_start_do_no_harm() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'[{"a": 1}]', "one JSON list; expected one object on each line"),
+        (b'{\n  "a": 1\n}', "none of its first lines is a JSON(?s:.*)fix: write one object on each line, or one list"),
         (b"a,b\n1,2\n", "none of its first lines is a JSON"),
     ],
 )
