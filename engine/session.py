@@ -89,6 +89,8 @@ class OpenablePipeline(PlannedPipeline):
         seed: int = 0,
         as_dataset: bool = False,
         media_roots: Sequence[str | Path] = (),
+        separator: str | None = None,
+        table_version: int | None = None,
     ) -> Any:
         """Run the rows of a data set and return the results in order, as an iterator of dicts.
 
@@ -102,6 +104,8 @@ class OpenablePipeline(PlannedPipeline):
         as_dataset: return a `datasets.Dataset` of all rows instead.
         media_roots: folders below which rows may name files by text, beside the working directory or the folder of
                     `dataset`; a `pathlib.Path` in a row may lead anywhere.
+        separator:  of a path to CSV: the character between values; None: a comma, and a tab in .tsv.
+        table_version: of a path to a Delta table; None: the newest.
 
         Models load once the data set is known to fit the pipeline. Closing or dropping the iterator closes the
         pipeline. Nothing is written and nothing resumes: use `weftline batch` for that.
@@ -115,15 +119,9 @@ class OpenablePipeline(PlannedPipeline):
             self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
         )
         return map_plan(
-            self.plan,
-            factory,
-            dataset,
-            maps=maps,
-            keep=keep,
-            errors=errors,
-            as_dataset=as_dataset,
-            media_roots=media_roots,
-        )
+            self.plan, factory, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset,
+            media_roots=media_roots, separator=separator, table_version=table_version,
+        )  # fmt: skip
 
 
 def load(pipeline: Source, machine: Machine | None = None) -> OpenablePipeline:
@@ -321,6 +319,8 @@ class Session:
         seed: int = 0,
         as_dataset: bool = False,
         media_roots: Sequence[str | Path] = (),
+        separator: str | None = None,
+        table_version: int | None = None,
     ) -> Any:
         """Run the rows of a data set as OpenablePipeline.map does, on this session, behind other requests."""
         from weftline.engine.jobs.dataset_map import map_rows
@@ -328,8 +328,9 @@ class Session:
 
         runner = SessionRunner(self, outputs=outputs, seed=seed, block_rows=block_rows)
         return map_rows(
-            runner, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset, media_roots=media_roots
-        )
+            runner, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset, media_roots=media_roots,
+            separator=separator, table_version=table_version,
+        )  # fmt: skip
 
     def stream(self, options: RequestOptions | None = None, /, **inputs: Any) -> OutputStream:
         """Run one request and stream its outputs: whole ones when they are finished, streamed ones as they grow.

@@ -46,6 +46,8 @@ def map_rows(
     block_rows: int | None = None,
     as_dataset: bool = False,
     media_roots: Sequence[str | Path] = (),
+    separator: str | None = None,
+    table_version: int | None = None,
 ) -> MappedRows | datasets.Dataset:
     """Run a data set; returns its rows in order as dicts, or as a Hugging Face data set.
 
@@ -59,6 +61,7 @@ def map_rows(
     block_rows: rows per block; None: chosen for the pipeline.
     as_dataset: return the whole result in memory, with images and audio as features.
     media_roots: folders below which rows may name files by text, beside the working directory.
+    separator, table_version: as in DataSpec, for the path of a data set.
 
     A column with the name of an output, or of the key `error`, is renamed input_NAME.
     """
@@ -66,9 +69,10 @@ def map_rows(
     try:
         _check(errors, block_rows, runner.outputs)
         rows = block_rows or runner.block_rows
-        runs = runs_of(
-            dataset, DatasetQuery(runner.inputs, must, dict(maps or {}), keep, rows, tuple(map(str, media_roots)))
+        query = DatasetQuery(
+            runner.inputs, must, dict(maps or {}), keep, rows, tuple(map(str, media_roots)), separator, table_version
         )
+        runs = runs_of(dataset, query)
     except BaseException:
         runner.close()
         raise
@@ -85,6 +89,8 @@ def map_plan(
     errors: Literal["raise", "rows"] = "raise",
     as_dataset: bool = False,
     media_roots: Sequence[str | Path] = (),
+    separator: str | None = None,
+    table_version: int | None = None,
 ) -> MappedRows | datasets.Dataset:
     """As `map_rows` for a pipeline that is not open; models load after the data set is checked.
 
@@ -92,9 +98,10 @@ def map_plan(
     """
     _check(errors, factory.block_rows, factory.repeatable)
     inputs, must = row_inputs(plan)
-    runs = runs_of(
-        dataset, DatasetQuery(inputs, must, dict(maps or {}), keep, factory.block_rows, tuple(map(str, media_roots)))
+    query = DatasetQuery(
+        inputs, must, dict(maps or {}), keep, factory.block_rows, tuple(map(str, media_roots)), separator, table_version
     )
+    runs = runs_of(dataset, query)
     try:
         runner = factory()
     except BaseException:

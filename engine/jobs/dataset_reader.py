@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weftline.engine.jobs.rows import JSON_CELL, RowError, Unusable
+from weftline.engine.jobs.sources.formats import alternatives
 from weftline.engine.jobs.sources.source import need, open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
@@ -62,6 +63,7 @@ class DatasetQuery:
     keep:   columns to copy; None: all but media columns.
     rows:   most rows of a chunk.
     media_roots: folders below which rows may name files, beside the working directory, or the data's own folder.
+    separator, table_version: as in DataSpec, for the path of a data set.
     """
 
     inputs: Mapping[str, PortType]
@@ -70,6 +72,8 @@ class DatasetQuery:
     keep: Sequence[str] | None
     rows: int
     media_roots: Sequence[str] = ()
+    separator: str | None = None
+    table_version: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.maps:
@@ -113,7 +117,10 @@ def known_names(name: object, known: Iterable[object]) -> str:
 
 def runs_of_path(path: str, wanted: DatasetQuery) -> ChunkedDataset:
     """Return the chunks of a data set at a path, as in `weftline batch --data`."""
-    spec = DataSpec((path,), media_roots=tuple(map(str, wanted.media_roots)))
+    spec = DataSpec(
+        (path,), maps=wanted.maps, media_roots=tuple(map(str, wanted.media_roots)), separator=wanted.separator,
+        table_version=wanted.table_version,
+    )  # fmt: skip
     optional = [name for name in wanted.inputs if name not in wanted.required and name not in wanted.maps]
     source = open_source(spec, optional=optional)
     try:
@@ -270,15 +277,20 @@ def runs_of_mappings(dataset: Iterable[Any], wanted: DatasetQuery) -> Iterator[R
     if first is None:
         return iter(())
     _check_mapping(first, 0)
-    columns = {name: wanted.maps.get(name, name) for name in wanted.inputs}
+    columns = {name: alternatives(wanted.maps.get(name, name), first) for name in wanted.inputs}
     for name in wanted.required:
-        column = columns[name]
-        if column not in first:
+        column = ";".join(columns[name])
+        if not any(one in first for one in columns[name]):
             raise InputError(
                 f"row 0: input {name} is required, and column {column!r:.80} is missing; {known_names(column, first)}"
                 f"\n    fix: name its column with maps={{{name!r}: ...}}"
             )
-    media = {column for name, column in columns.items() if _is_media(first.get(column), wanted.inputs[name])}
+    media = {
+        one
+        for name, parts in columns.items()
+        if any(_is_media(first.get(column), wanted.inputs[name]) for column in parts)
+        for one in parts
+    }
     kept_of(list(first), [], wanted)
     return _mapping_runs(itertools.chain([first], rows), columns, media, wanted)
 
@@ -309,7 +321,7 @@ def _is_media(value: Any, type: PortType) -> bool:
 
 
 def _mapping_runs(
-    rows: Iterator[Any], columns: Mapping[str, str], media: Set[str], wanted: DatasetQuery
+    rows: Iterator[Any], columns: Mapping[str, Sequence[str]], media: Set[str], wanted: DatasetQuery
 ) -> Iterator[RowChunk]:
     place = 0
     with _loader(wanted) as loader:
@@ -317,9 +329,9 @@ def _mapping_runs(
             for row, one in enumerate(part):
                 _check_mapping(one, place + row)
             inputs = {
-                name: _values(part, column, wanted.inputs[name], name in wanted.required, loader)
-                for name, column in columns.items()
-                if name in wanted.required or any(column in row for row in part)
+                name: _values(part, parts, wanted.inputs[name], name in wanted.required, loader)
+                for name, parts in columns.items()
+                if name in wanted.required or any(column in row for row in part for column in parts)
             }
             kept = [_chosen(row, media, wanted.keep) for row in part]
             ids = [str(number) for number in range(place, place + len(part))]
@@ -328,15 +340,15 @@ def _mapping_runs(
 
 
 def _values(
-    rows: Sequence[Mapping[str, Any]], column: str, type: PortType, required: bool, loader: Loader
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], type: PortType, required: bool, loader: Loader
 ) -> list[Any]:
-    """Return one input of some rows; reads named files and features."""
-    values = [_content(row.get(column), type) for row in rows]
+    """Return one input of some rows, from the first column with a value; reads named files and features."""
+    values = [_content(next((row[one] for one in columns if row.get(one) is not None), None), type) for row in rows]
     named = {place: name for place, value in enumerate(values) if (name := _file_of(value, type)) is not None}
     for place, data in zip(named, loader.read_all(list(named.values())), strict=True):
         values[place] = data
     if required:
-        empty = Unusable(f"column {column} is null")
+        empty = Unusable(f"column {';'.join(columns)} is null")
         values = [empty if value is None else value for value in values]
     return values
 
@@ -380,6 +392,9 @@ def runs_of(dataset: Any, wanted: DatasetQuery) -> ChunkedDataset:
     need("pyarrow")
     if isinstance(dataset, str | os.PathLike):
         return runs_of_path(os.fspath(dataset), wanted)
+    if wanted.separator is not None or wanted.table_version is not None:
+        option = "separator" if wanted.separator is not None else "table_version"
+        raise InputError(f"{option}: is for the path of a data set; found {type(dataset).__name__}")
     if callable(getattr(dataset, "with_format", None)) and callable(getattr(dataset, "iter", None)):
         if dataset.features is None:  # a stream without types: each batch would get one from its rows
             return ChunkedDataset(runs_of_mappings(dataset.with_format(None), wanted))

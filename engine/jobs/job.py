@@ -23,8 +23,8 @@ from typing import BinaryIO
 from weftline.engine.jobs.blocks import BlockRows, ResumePoint, cut, read_on, run_in_order, size_of
 from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.output.columns import Columns
-from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.dataset_card import dataset_card
+from weftline.engine.jobs.output.fingerprint import versions
 from weftline.engine.jobs.output.layout import EXTRAS
 from weftline.engine.jobs.output.manifest import ErrorRow
 from weftline.engine.jobs.output.store import Draft, Store
@@ -253,7 +253,7 @@ def _pending_block(
     table, reasons = kept(one.table, job.binding.schema, job.kept)
     inputs = job.binding.inputs(with_reasons(one.table, reasons), loader)
     block = RowBlock(one.part, one.row_number, one.ids, inputs, table, row_numbers)
-    cells = [name for name in job.binding.columns.values() if cell_kind(job.binding.schema.field(name))]
+    cells = [name for name in job.binding.used if cell_kind(job.binding.schema.field(name))]
     return PendingBlock(block, one.after, completes, size_of(block) + one.table.select(cells).nbytes)
 
 

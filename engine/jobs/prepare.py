@@ -25,6 +25,7 @@ from weftline.engine.jobs.rows import RowBlock, Source, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
 from weftline.engine.jobs.runners.plans import required_steps, row_inputs
 from weftline.engine.jobs.sources.cells import kept_field, shown_type
+from weftline.engine.jobs.sources.formats import alternatives, expanded
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.reader import HIDDEN
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -87,7 +88,7 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
     format, single_file = format_of(spec.out.out, spec.out.format)
     types = {one.name: one.type for one in plan.outputs}
     names = _chosen("output", spec.out.outputs, list(types))
-    if folder := data_around(spec.out.out, spec.data.data):
+    if folder := data_around(spec.out.out, [name for one in spec.data.data for name in expanded(one)]):
         raise InputError(
             f"--out {spec.out.out}: is inside the data folder {folder}: the next run would read the results as rows\n"
             "    fix: write elsewhere, or below a name with a leading underscore, which is not read"
@@ -106,7 +107,8 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
             settings={
                 "columns": dict(binding.columns), "id": spec.data.id, "where": list(spec.data.where),
                 "shuffle": spec.data.shuffle, "shard": spec.data.shard, "limit": spec.data.limit,
-                "split": spec.data.split, "outputs": list(names), "keep": kept.names, "media": spec.out.media,
+                "split": spec.data.split, "separator": spec.data.separator, "table_version": spec.data.table_version,
+                "outputs": list(names), "keep": kept.names, "media": spec.out.media,
                 "part_rows": part_rows, "block_rows": factory.block_rows, "seed": spec.seed, "mode": factory.mode,
             },
             versions=versions(plan),
@@ -222,17 +224,23 @@ def preview(spec: JobSpec, factory: RunnerFactory, rows: int = ROWS, stop: Stop 
     with prepare(spec, factory) as job:
         ports, schema = row_inputs(job.plan)[0], job.binding.schema
         mapped = [
-            InputMapping(name, str(port), column, shown_type(schema.field(column)) if column else "")
+            InputMapping(name, str(port), column, _types(schema, column))
             for name, port in ports.items()
             for column in [job.binding.columns.get(name, "")]
         ]
         known = [name for name in schema.names if not name.startswith("weftline:")]
         return Preview(
             job.plan, factory.mode, factory.why, job.block_rows, job.part_rows, factory.repeatable, mapped,
-            [name for name in known if name not in job.binding.columns.values()], list(job.kept.names),
+            [name for name in known if name not in job.binding.used], list(job.kept.names),
             {field.name: str(field.type) for field in job.columns.schema}, job.source.expected, job.format,
             job.single_file, _execute_first(job, factory, rows, stop),
         )  # fmt: skip
+
+
+def _types(schema: pa.Schema, column: str) -> str:
+    """Return the type of a column, or of the alternatives `a;b`; '' for no column."""
+    each = alternatives(column, schema.names) if column else ()
+    return ", ".join(dict.fromkeys(shown_type(schema.field(one)) for one in each))
 
 
 def _execute_first(job: PreparedJob, factory: RunnerFactory, rows: int, stop: Stop) -> list[Sample]:

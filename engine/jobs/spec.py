@@ -18,7 +18,7 @@ class DataSpec:
     """Input rows and their selection.
 
     data:    files, folders, globs and fsspec URLs, `hf:NAME` for a Hugging Face data set, `-` for stdin.
-    format:  parquet, jsonl, csv, arrow, files, webdataset or hf; None: by the names.
+    format:  parquet, jsonl, csv, arrow, files, webdataset, delta or hf; None: by the names.
     maps:    columns by pipeline input, where the names differ.
     id:      the column that has row ids; None: ids are made from file and row.
     where:   conditions on columns, all of which must hold, in the language of `when:`.
@@ -29,6 +29,8 @@ class DataSpec:
     storage: options for fsspec, such as keys of an object store.
     media_roots: further folders and URLs below which rows may name files, beside the folders of `data`.
     media_urls:  rows may name public http and https URLs.
+    separator: character between values of CSV, or its name, such as tab; None: a comma, and a tab in .tsv.
+    table_version: version of a Delta table; None: the newest.
     """
 
     data: tuple[str, ...]
@@ -43,6 +45,8 @@ class DataSpec:
     storage: Mapping[str, str] = field(default_factory=dict, repr=False)
     media_roots: tuple[str, ...] = ()
     media_urls: bool = False
+    separator: str | None = None
+    table_version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

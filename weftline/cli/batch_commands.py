@@ -32,6 +32,7 @@ class DataFormat(StrEnum):
     arrow = "arrow"
     files = "files"
     webdataset = "webdataset"
+    delta = "delta"
     hf = "hf"
 
 
@@ -100,6 +101,13 @@ class BatchOptions:
     shuffle: Annotated[int | None, typer.Option(metavar="SEED", min=0, help="Shuffle the rows with this seed.")] = None
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Process shard I of N only.")] = None
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of a Hugging Face data set.")] = None
+    separator: Annotated[
+        str | None,
+        typer.Option(metavar="SIGN", help="Separator of CSV, such as ';', '|' or tab; by default a comma."),
+    ] = None
+    table_version: Annotated[
+        int | None, typer.Option("--table-version", metavar="N", min=0, help="Version of a Delta table.")
+    ] = None
     storage: Annotated[
         tuple[str, ...],
         typer.Option(metavar="KEY=VALUE", help="fsspec option of the file system behind URLs; repeatable."),
@@ -246,7 +254,7 @@ def parse(options: BatchOptions) -> tuple[BatchRequest | None, Sequence[str]]:
         return None, mistakes
     data = DataSpec(
         options.data, options.format, maps, options.id, options.where, options.shuffle, shard, options.limit,
-        options.split, storage, options.media_root, options.media_urls,
+        options.split, storage, options.media_root, options.media_urls, options.separator, options.table_version,
     )  # fmt: skip
     out = OutSpec(
         options.out or "", options.out_format, options.outputs or None, _kept(options.keep), options.media,

@@ -1,7 +1,7 @@
 """Dataset card `.huggingface.yaml`: lets `datasets.load_dataset` read a result folder.
 
-It names the parts, so that error rows, records and media beside them are no data. JSON lines have no types: there it has
-those of the columns too, so that a part whose values are all null has the same columns as the others.
+It names the parts, so that error rows, records and media beside them are no data. JSON lines have no types: there the
+card has them, so that a part whose values are all null has the same columns as the others.
 """
 
 from __future__ import annotations

@@ -54,17 +54,21 @@ class _Footer:
 
 
 class ParquetReader:
-    """Parquet files; a piece is a row group, and a mark the number of a batch in it. Reads all footers on creation."""
+    """Parquet files; a piece is a row group, and a mark the number of a batch in it. Reads all footers on creation.
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
+    schema: columns of the table of these files, null where a file lacks one; None: those of the first file.
+    """
+
+    def __init__(self, files: Sequence[SourceFile], schema: pa.Schema | None = None) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         with ThreadPoolExecutor(FOOTERS_AT_A_TIME) as threads:
             self._footers = list(threads.map(_footer, files))
-        self.schema: pa.Schema = normalized_schema(self._footers[0].schema)
+        self.schema: pa.Schema = normalized_schema(self._footers[0].schema if schema is None else schema)
         for file, footer in zip(files, self._footers, strict=True):
             check_names(footer.schema, file.shown)
-            check_columns(self.schema, footer.schema, file.shown, files[0].shown)
+            if schema is None:
+                check_columns(self.schema, footer.schema, file.shown, files[0].shown)
         self._open: dict[int, pq.ParquetFile] = {}
 
     @property
@@ -79,12 +83,14 @@ class ParquetReader:
         size = rows_at_a_time(footer.rows[piece.part], footer.size_bytes[piece.part])
         row = piece.row
         # a dot in a column name would be read as a path: then all columns are read
-        columns = None if any("." in name for name in self.schema.names) else self.schema.names
+        columns = [name for name in self.schema.names if name in footer.schema.names] or footer.schema.names[:1]
+        columns = None if any("." in name for name in columns) else columns
         try:
             batches = self._file(piece.origin).iter_batches(size, row_groups=[piece.part], columns=columns)
             for number, batch in enumerate(batches):
                 if number >= (at or 0):
-                    yield Batch(number, row, cast_columns(pa.Table.from_batches([batch]), self.schema, shown))
+                    table = _with_columns(pa.Table.from_batches([batch]), self.schema)
+                    yield Batch(number, row, cast_columns(table, self.schema, shown))
                 row += batch.num_rows
         except _READ_ERRORS as error:
             raise unreadable(f"{shown}, row group {piece.part}", error) from None
@@ -109,6 +115,14 @@ class ParquetReader:
                 self._open.pop(next(iter(self._open))).close(force=True)
             self._open[origin] = _parquet_file(self._files[origin])
         return self._open[origin]
+
+
+def _with_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Append the columns of a schema that a table lacks, as nulls."""
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table
 
 
 def _numbered_parts(origin: int, counts: Iterable[int]) -> Iterator[RowRange]:

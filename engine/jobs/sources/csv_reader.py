@@ -17,11 +17,13 @@ import pyarrow.csv as pcsv
 from weftline.engine.jobs.rows import CSV_CELL
 from weftline.engine.jobs.sources.cells import cell_field, learned_csv
 from weftline.engine.jobs.sources.formats import suffixes_of
+from weftline.engine.jobs.sources.locations import SourceFile
 from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, check_columns, check_names
 from weftline.engine.jobs.sources.text_reader import (
     BOM,
     Cut,
     LineBlock,
+    StandardInput,
     TextReader,
     all_readable,
     is_utf8,
@@ -30,11 +32,21 @@ from weftline.errors import InputError, first_line
 
 LEARN_BYTES = 4 << 20
 
+USUAL = (b",", b";", b"\t", b"|")
+"""Separators that are looked for where the expected one is missing."""
+
 _WHERE = re.compile(r"^(CSV parse error: |In CSV column #(\d+): )?(Row #\d+: )?(CSV conversion error to )?")
 
 
 class CsvReader(TextReader):
-    """CSV and TSV files. The first line of each file names its columns."""
+    """CSV and TSV files. The first line of each file names its columns.
+
+    separator: character between values; None: a comma, and a tab in .tsv.
+    """
+
+    def __init__(self, files: Sequence[SourceFile] | StandardInput, separator: str | None = None) -> None:
+        self._separator = separator
+        super().__init__(files)
 
     def _learn(self) -> pa.Schema:
         schema: pa.Schema | None = None
@@ -58,6 +70,7 @@ class CsvReader(TextReader):
         ends = record_ends(head[lead:], delimiter)
         size = lead + (ends[0] if ends else len(head) - lead)
         line = head[lead:size]
+        _check_separator(line, delimiter, self.origins[origin].shown)
         try:
             options = pcsv.ReadOptions(use_threads=False, autogenerate_column_names=True)
             every = {f"f{place}": pa.string() for place in range(line.count(delimiter) + 1)}
@@ -99,7 +112,24 @@ class CsvReader(TextReader):
         return self._headers[origin][0]
 
     def _delimiter(self, origin: int) -> bytes:
+        if self._separator is not None:
+            return self._separator.encode()
         return b"\t" if suffixes_of(self.origins[origin].shown)[0] == ".tsv" else b","
+
+
+def _check_separator(line: bytes, delimiter: bytes, shown: str) -> None:
+    """Refuse a file whose first line has none of the separator but another one, outside quotes."""
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{shown}: the text is UTF-16; expected UTF-8\n    fix: iconv -f UTF-16 -t UTF-8 FILE > OTHER")
+    bare = re.sub(rb'"(?:[^"]|"")*"', b"", line)
+    other = max(USUAL, key=bare.count)
+    if delimiter in bare or other not in bare:
+        return
+    sign, name = (one.decode().replace("\t", "tab") for one in (delimiter, other))
+    raise InputError(
+        f"{shown}:1: found one column, {line.decode(errors='replace').strip()!r:.80}; the separator is {sign!r}\n"
+        f"    fix: --separator {name if name == 'tab' else repr(name)}, or quotes around the name if it is one"
+    )
 
 
 def whole_records(data: bytes, end: bool, delimiter: bytes = b",") -> int:

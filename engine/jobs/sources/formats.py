@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import PurePosixPath
 
 from weftline.errors import InputError
 from weftline.pipelines.check.problems import did_you_mean, listed
 
-FORMATS = ("parquet", "jsonl", "csv", "arrow", "files", "webdataset", "hf")
+FORMATS = ("parquet", "jsonl", "csv", "arrow", "files", "webdataset", "delta", "hf")
 
 SUFFIXES: Mapping[str, str] = {
     ".parquet": "parquet", ".pq": "parquet",
@@ -37,6 +38,55 @@ _KINDS = {suffix: kind for kind, suffixes in MEDIA.items() for suffix in suffixe
 _URL = re.compile(r"""\b([a-z][a-z0-9+.-]*)://(?:[^\s/?#'"<>@]*@)*([^\s'"<>]*)""", re.IGNORECASE)
 _QUERY = re.compile(r"[?#].*?(?=[:,;)]*$)")
 _WEB = re.compile(r"https?://", re.IGNORECASE)
+
+
+EXPANDED_MAX = 100_000
+"""Most names that the braces of one argument may stand for."""
+
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
+
+
+def expanded(argument: str) -> list[str]:
+    """Expand braces as webdataset does: `x-{00..09}.tar`, `{a,b}/*.jsonl`, nested; InputError for too many names."""
+    if "{" not in argument:
+        return [argument]
+    from braceexpand import braceexpand
+
+    large = any(abs(int(end) - int(start)) >= EXPANDED_MAX for start, end in _RANGE.findall(argument))
+    try:
+        names = [] if large else list(islice(braceexpand(argument), EXPANDED_MAX + 1))
+    except ValueError as error:  # unbalanced
+        raise InputError(f"{shown_url(argument)}: {error}; expected {{00..09}} or {{a,b}}") from None
+    if large or len(names) > EXPANDED_MAX:
+        raise InputError(f"{shown_url(argument)}: its braces stand for more than {EXPANDED_MAX} names")
+    return names
+
+
+SEPARATORS: Mapping[str, str] = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "space": " "}
+"""Names of separators, for shells."""
+
+
+def separator_of(text: str | None) -> str | None:
+    """Return the character of `--separator`; InputError if it is none that can separate values."""
+    if text is None:
+        return None
+    sign = SEPARATORS.get(text, text)
+    if len(sign) != 1 or not sign.isascii() or sign.isalnum() or sign in '"\r\n\0':
+        raise InputError(
+            f"--separator {text!r:.20}: expected one ASCII character other than letters, digits and quotes, such as "
+            f"';' or '|', or one of {', '.join(name for name in SEPARATORS if name.isalpha())}"
+        )
+    return sign
+
+
+def alternatives(column: str, columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that `jpg;png` stands for: the first that has a value counts, as in webdataset."""
+    return (column,) if column in columns or ";" not in column else tuple(column.split(";"))
+
+
+def alternatives_in(maps: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
+    """Return the alternatives of each mapped column that has some."""
+    return tuple(found for column in maps.values() if len(found := alternatives(column, ())) > 1)
 
 
 def suffixes_of(name: str) -> tuple[str, str]:

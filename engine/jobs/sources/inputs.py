@@ -23,6 +23,7 @@ from weftline.engine.jobs.rows import JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_text, storage
 from weftline.engine.jobs.sources.cells import cell_kind, csv_numbers, csv_value, json_values
 from weftline.engine.jobs.sources.columns import MEDIA, holds_bytes, is_encoded, means, misfit, tensors
+from weftline.engine.jobs.sources.formats import alternatives
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE, is_late
 from weftline.errors import InputError
@@ -35,6 +36,7 @@ from weftline.pipelines.check.problems import did_you_mean, listed
 class Binding:
     """Columns by pipeline input, without inputs that have no column.
 
+    columns: names, or alternatives such as `jpg;png`.
     schema: schema of the data set.
     ports:  types of the inputs in `columns`.
     needed: inputs that require a value in every row.
@@ -44,6 +46,11 @@ class Binding:
     schema: pa.Schema
     ports: Mapping[str, PortType]
     needed: Collection[str]
+
+    @property
+    def used(self) -> list[str]:
+        """Columns that inputs read, alternatives one by one."""
+        return [one for column in self.columns.values() for one in alternatives(column, self.schema.names)]
 
     @property
     def media(self) -> set[str]:
@@ -65,15 +72,22 @@ class Binding:
         Reads all files that rows name: a table should be no larger than one block.
         """
         folders = table.column(FOLDER).to_pylist() if FOLDER in table.schema.names else None
-        found = {
-            name: converted(table.column(column), self.schema.field(column), self.ports[name], loader, folders)
-            for name, column in self.columns.items()
-        }
+        found = {name: self._values(name, table, loader, folders) for name in self.columns}
         for name in self.columns:
             if name in self.needed:
                 empty = Unusable(f"column {self.columns[name]} is null")
                 found[name] = [empty if value is None else value for value in found[name]]
         return _with_broken(found, table)
+
+    def _values(self, name: str, table: pa.Table, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
+        """Return the values of an input, each from the first of its alternative columns that has one."""
+        each = [
+            converted(table.column(column), self.schema.field(column), self.ports[name], loader, folders)
+            for column in alternatives(self.columns[name], self.schema.names)
+        ]
+        if len(each) == 1:
+            return each[0]
+        return [next((value for value in row if value is not None), None) for row in zip(*each, strict=True)]
 
 
 def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[str], maps: Mapping[str, str]) -> Binding:
@@ -81,8 +95,8 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
 
     ports:  types of all inputs; an input without a mapping or a column of its name is left out.
     needed: inputs that must have a column.
-    maps:   columns by input, where names differ. The only media column of a kind is mapped automatically if only one
-            input of that kind lacks a column.
+    maps:   columns by input, where names differ; `a;b` is the first of both that has a value in a row. The only media
+            column of a kind is mapped automatically if only one input of that kind lacks a column.
     """
     names = [name for name in schema.names if name not in HIDDEN]
     problems = []
@@ -90,24 +104,32 @@ def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[st
     for name, column in maps.items():
         if name not in ports:
             problems.append(f"--map {name}={column}: the pipeline has no input {name}{_near(name, ports)}")
-        elif column not in names:
-            problems.append(f"--map {name}={column}: there is no column {column}{_near(column, names)}")
+        for one in alternatives(column, names):
+            if name in ports and one not in names:
+                problems.append(f"--map {name}={column}: there is no column {one}{_near(one, names)}")
     maps = {**_only_media(schema, names, ports, needed, maps), **maps}
     for name, port in ports.items():
         column = maps.get(name, name)
-        if column in names:
+        parts = alternatives(column, names)
+        if all(one in names for one in parts):
             columns[name] = column
-            if why := misfit(schema.field(column), port):
-                problems.append(f"input {name} ({port}) from column {column}: {why}")
+            problems += [
+                f"input {name} ({port}) from column {one}: {why}"
+                for one in parts
+                if (why := misfit(schema.field(one), port))
+            ]
         elif name in needed and name not in maps:
-            problems.append(f"input {name} ({port}): there is no column {name}{_near(name, names)}")
-    if not problems and all(is_late(schema.field(column)) for column in columns.values()):
+            alike = [one for one in names if _is_of_kind(schema.field(one), port.kind)]
+            hint = f'; --map "{name}={";".join(alike[:4])}" takes the first that a row has' if len(alike) > 1 else ""
+            problems.append(f"input {name} ({port}): there is no column {name}{_near(name, names) or hint}")
+    binding = Binding(columns, schema, {name: ports[name] for name in columns}, frozenset(needed))
+    if not problems and all(is_late(schema.field(column)) for column in binding.used):
         problems.append("no input gets a column")
     if problems:
         inputs = ", ".join(f"{name} ({port})" for name, port in ports.items()) or "none"
         problems += [f"    inputs: {inputs}", f"    columns: {listed(names)}", "    fix: --map INPUT=COLUMN"]
         raise InputError("\n".join(problems))
-    return Binding(columns, schema, {name: ports[name] for name in columns}, frozenset(needed))
+    return binding
 
 
 def _only_media(
@@ -118,7 +140,7 @@ def _only_media(
     maps: Mapping[str, str],
 ) -> dict[str, str]:
     """Map inputs without a column where only one column of their kind is left."""
-    taken = {maps.get(name, name) for name in ports}
+    taken = {one for name in ports for one in alternatives(maps.get(name, name), names)}
     lacking = [name for name in ports if name in needed and name not in maps and name not in names]
     found: dict[str, str] = {}
     for name in lacking:

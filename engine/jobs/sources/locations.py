@@ -1,7 +1,7 @@
 """Input files: paths, folders, globs and URLs to a sorted list of files, and their fingerprints.
 
 Arguments keep their order; the files of a folder or a glob are sorted by path. A folder is read recursively, without
-names that begin with a dot or an underscore.
+names that begin with a dot, or with an underscore unless it is a hive folder `_key=value`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
     files, hidden = [], []
     for path in sorted(path for path, info in infos.items() if _is_file(fs, path, info)):
         inside = posixpath.relpath(path, base)
-        if any(part.startswith((".", "_")) for part in inside.split("/")):
+        if any(is_hidden(part) for part in inside.split("/")):
             hidden.append(inside)
         else:
             files.append(_source_file(fs, path, posixpath.join(written, inside), base, infos[path]))
@@ -135,6 +135,11 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
         what = "holds no files" if kind == "folder" else "matches no files"
         raise InputError(f"{written or '.'}: {what}{f' but {len(hidden)} hidden ones' if hidden else ''}")
     return Listing(written, kind, fs, base, tuple(files), tuple(hidden))
+
+
+def is_hidden(name: str) -> bool:
+    """Return True for names that are no data: `_SUCCESS`, `.x.crc`, `_weftline`, but not a hive folder `_key=value`."""
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def _source_file(fs: Any, path: str, shown: str, base: str, info: Mapping[str, Any]) -> SourceFile:

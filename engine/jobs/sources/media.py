@@ -88,9 +88,11 @@ class TarReader:
     The suffixes are those of the first LEARN_ROWS rows of the first archive; others are ignored. TEXTS are text,
     NUMBERS JSON cells (cells.py), `json` JSON text, everything else bytes; `__key__` is the common stem. A number that
     JSON writes otherwise, such as 0042, is text.
+
+    alternatives: groups of suffixes of which each row has one, such as (jpg, png): all are columns if one is known.
     """
 
-    def __init__(self, files: Sequence[SourceFile]) -> None:
+    def __init__(self, files: Sequence[SourceFile], alternatives: Sequence[Sequence[str]] = ()) -> None:
         self._files = files
         self.origins: Sequence[Origin] = origins(files)
         with self._samples(0) as samples:
@@ -99,6 +101,9 @@ class TarReader:
                 for one in islice(samples, LEARN_ROWS)
             ]
         suffixes = list(dict.fromkeys(name for one in first for name in one))
+        for group in alternatives:
+            if any(name in suffixes for name in group):
+                suffixes += [name for name in group if name not in suffixes]
         self._suffixes = [name for name in suffixes if not name.startswith("__")]
         if not self._suffixes:
             raise InputError(f"{files[0].shown}: holds no rows (files called KEY.SUFFIX)")

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from weftline.engine.jobs.rows import Source
-from weftline.engine.jobs.sources.formats import check_format, chosen, mixed, shown_url
+from weftline.engine.jobs.sources.formats import (
+    alternatives_in,
+    check_format,
+    chosen,
+    expanded,
+    mixed,
+    separator_of,
+    shown_url,
+)
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError, MissingPackage
 
@@ -19,12 +29,16 @@ if TYPE_CHECKING:
     from weftline.engine.jobs.sources.locations import Listing, SourceFile
     from weftline.engine.jobs.sources.media import Loader
     from weftline.engine.jobs.sources.reader import DatasetReader
+    from weftline.engine.jobs.sources.table_formats import TableFolder
 
 STDIN = "-"
 HUB = "hf:"
 EXPECTED = "a file, a folder, a glob, a URL, hf:NAME, or - for standard input"
 SAVED = ("dataset_info.json", "dataset_dict.json")
 """Files of a folder written by `save_to_disk`."""
+
+PROBLEMS_MAX = 10
+"""Most missing files that an error names."""
 
 JOB_FOLDER = "_weftline/"
 """State folder of job results; `errors.jsonl` beside it is no data."""
@@ -64,12 +78,12 @@ def open_loader(source: Source, spec: DataSpec) -> Loader:
     return Loader(folder=folder, storage=spec.storage, roots=roots, urls=spec.media_urls)
 
 
-def need(package: str) -> Any:
+def need(package: str, extra: str = "batch") -> Any:
     """Import an optional package; MissingPackage if it is not installed."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        raise MissingPackage(error.name or package, "batch") from None
+        raise MissingPackage(error.name or package, extra) from None
 
 
 def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
@@ -84,7 +98,7 @@ def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
             raise InputError(f"{hub[0]}: --format {spec.format} is for files")
         return by_name(hub[0].removeprefix(HUB), spec.split)
     if spec.data == (STDIN,):
-        return _of_stdin(spec.format or "jsonl", stdin or sys.stdin.buffer)
+        return _of_stdin(spec, stdin or sys.stdin.buffer)
     return _of_files(spec)
 
 
@@ -92,7 +106,7 @@ def _shown(spec: DataSpec) -> str:
     return ", ".join(map(shown_url, spec.data))
 
 
-def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
+def _of_stdin(spec: DataSpec, stream: BinaryIO) -> DatasetReader:
     from weftline.engine.jobs.sources.arrow_readers import StreamReader
     from weftline.engine.jobs.sources.csv_reader import CsvReader
     from weftline.engine.jobs.sources.jsonl_reader import JsonlReader
@@ -100,30 +114,85 @@ def _of_stdin(format: str, stream: BinaryIO) -> DatasetReader:
 
     readers: dict[str, Callable[[StandardInput], DatasetReader]] = {
         "jsonl": JsonlReader,
-        "csv": CsvReader,
+        "csv": partial(CsvReader, separator=separator_of(spec.separator)),
         "arrow": StreamReader,
     }
+    format = spec.format or ("jsonl" if spec.separator is None else "csv")
     if format not in readers:
         raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
+    if spec.separator is not None and format != "csv":
+        raise InputError(f"--separator {spec.separator!r:.20} is for CSV; standard input is {format}")
     return readers[format](StandardInput(stream))
 
 
 def _of_files(spec: DataSpec) -> DatasetReader:
-    from weftline.engine.jobs.sources.locations import look
+    from weftline.engine.jobs.sources.partitions import PartitionedReader, hive_columns, pruned
+    from weftline.engine.jobs.sources.table_formats import table_of
 
-    listings = [look(argument, spec.storage) for argument in spec.data]
+    listings = _listings(spec)
+    for listing in listings:
+        if table := table_of(listing):
+            return _of_table(listing, table, spec)
     if len(listings) == 1 and listings[0].kind == "folder" and _is_saved(listings[0], spec.format):
         return _saved(listings[0], spec)
     if spec.split is not None:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
         raise InputError(f"{listings[0].shown}: --format hf expects one folder written by save_to_disk, or hf:NAME")
+    if spec.format == "delta" or spec.table_version is not None:
+        option = "--format delta" if spec.format == "delta" else f"--table-version {spec.table_version}"
+        raise InputError(f"{listings[0].shown}: {option} expects the folder of a Delta table; there is no _delta_log")
     found = [_usable(listing, spec.format) for listing in listings]
     formats = list(dict.fromkeys(format for format, _ in found))
     if len(formats) > 1:
         raise InputError(mixed(_shown(spec), formats))
     _check_twice([files for _, files in found])
-    return _of_format(formats[0], [file for _, files in found for file in files])
+    every = [file for _, files in found for file in files]
+    files, columns = pruned(every, hive_columns(every), spec.where)
+    reader = _of_format(formats[0], files, spec)
+    return PartitionedReader(reader, columns, formats[0] == "files") if columns.num_columns else reader
+
+
+def _listings(spec: DataSpec) -> list[Listing]:
+    """List the files of all arguments; InputError lists the names of braces that are missing."""
+    from weftline.engine.jobs.sources.locations import look
+
+    listings, problems = [], []
+    for argument in spec.data:
+        names = [argument] if Path(argument).exists() else expanded(argument)
+        for name in names:
+            try:
+                listings.append(look(name, spec.storage))
+            except InputError as error:
+                problems.append(str(error))
+    if problems:
+        more = [f"and {len(problems) - PROBLEMS_MAX} more"] if len(problems) > PROBLEMS_MAX else []
+        raise InputError("\n".join([*problems[:PROBLEMS_MAX], *more]))
+    return listings
+
+
+def _of_table(listing: Listing, table: TableFolder, spec: DataSpec) -> DatasetReader:
+    """Open a Delta table; InputError for other tables, and for parts of one."""
+    from weftline.engine.jobs.sources.table_formats import DELTA, refuse
+
+    if table.format != DELTA or table.root or listing.kind != "folder" or len(spec.data) > 1:
+        raise refuse(listing, table)
+    if spec.format not in (None, "delta", "parquet"):
+        raise InputError(f"{listing.shown}: --format {spec.format}: the folder is a Delta table")
+    need("deltalake", "delta")
+    from weftline.engine.jobs.sources.arrow_readers import ParquetReader
+    from weftline.engine.jobs.sources.delta_table import UndeletedReader, delta_files
+    from weftline.engine.jobs.sources.partitions import PartitionedReader, pruned
+
+    found = delta_files(listing, spec.table_version)
+    if not found.files:
+        raise InputError(f"{listing.shown}: the data set is empty")
+    files, columns = pruned(found.files, found.partitions, spec.where)
+    kept = {origin: found.kept[file.path] for origin, file in enumerate(files) if file.path in found.kept}
+    reader: DatasetReader = ParquetReader(files, found.schema)
+    if kept:
+        reader = UndeletedReader(reader, kept)
+    return PartitionedReader(reader, columns, order=found.names) if columns.num_columns else reader
 
 
 def _is_saved(listing: Listing, format: str | None) -> bool:
@@ -159,7 +228,9 @@ def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
         before |= {file.same: file for file in files}
 
 
-def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
+def _of_format(format: str, files: Sequence[SourceFile], spec: DataSpec) -> DatasetReader:
+    if spec.separator is not None and format != "csv":
+        raise InputError(f"--separator {spec.separator!r:.20} is for CSV; {_shown(spec)} is {format}")
     if format in ("parquet", "arrow"):
         from weftline.engine.jobs.sources.arrow_readers import ArrowReader, ParquetReader
 
@@ -171,12 +242,12 @@ def _of_format(format: str, files: Sequence[SourceFile]) -> DatasetReader:
     if format == "csv":
         from weftline.engine.jobs.sources.csv_reader import CsvReader
 
-        return CsvReader(files)
+        return CsvReader(files, separator_of(spec.separator))
     if format == "webdataset":
         need("webdataset")
         from weftline.engine.jobs.sources.media import TarReader
 
-        return TarReader(files)
+        return TarReader(files, alternatives_in(spec.maps))
     from weftline.engine.jobs.sources.media import MediaReader
 
     return MediaReader(files)

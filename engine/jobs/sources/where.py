@@ -9,6 +9,7 @@ where they are compared with numbers, and text elsewhere; an empty one is null a
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,32 @@ class CsvCells:
         if self.holds_numbers:
             return self.plain()
         return pc.if_else(pc.equal(self.text, ""), pa.scalar(None, pa.string()), self.text)
+
+
+def possible(texts: Sequence[str], table: pa.Table) -> pa.ChunkedArray | pa.Array:
+    """Return a mask of the rows that can pass, given some of their columns.
+
+    Parts of a condition that need other columns are ignored; mistakes are left to RowFilter.
+    """
+    kept: Any = pa.repeat(pa.scalar(True), table.num_rows)
+    for part in (part for text in texts for part in _conjuncts(text)):
+        try:
+            one = RowFilter([part], table.schema)
+            kept = pc.and_(kept, one.mask(table)) if one.columns else kept
+        except InputError:
+            continue
+    return kept
+
+
+def _conjuncts(text: str) -> list[str]:
+    """Return the parts of a condition that must all hold."""
+    try:
+        tree = ast.parse(" ".join(text.split()), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [text]
+    if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And):
+        return [one for part in tree.values for one in _conjuncts(ast.unparse(part))]
+    return [text]
 
 
 def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | None:

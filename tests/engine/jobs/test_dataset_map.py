@@ -136,6 +136,39 @@ def test_rows_of_any_kind_of_data_set_are_answered_in_order(kind: str, tmp_path:
     assert all(len(block) <= 2 for block in shouter.blocks)
 
 
+def test_the_first_of_alternative_columns_is_the_input(tmp_path: Path) -> None:
+    red, wide = png(), png(9)
+    rows = [{"jpg": red, "n": 1}, {"jpg": None, "png": wide, "n": 2}]
+    pq.write_table(
+        pa.Table.from_pylist(rows, pa.schema({"jpg": pa.binary(), "png": pa.binary(), "n": pa.int64()})),
+        tmp_path / "x.parquet",
+    )
+    for dataset in (rows, (row for row in rows), datasets.Dataset.from_parquet(str(tmp_path / "x.parquet")), tmp_path):
+        found = list(map_rows(Looker(), dataset, maps={"photo": "jpg;png"}))
+        assert [(row["n"], row["size"]) for row in found] == [(1, [2, 3, 3]), (2, [2, 9, 3])]
+        assert {"jpg", "png"}.isdisjoint(found[1])
+    with pytest.raises(errors.InputError, match=r"input photo is required, and column 'gif;bmp' is missing"):
+        map_rows(Looker(), rows, maps={"photo": "gif;bmp"})
+
+
+def test_paths_of_tables_are_read_as_jobs_read_them(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "lang=de"
+    folder.mkdir(parents=True)
+    (folder / "x.csv").write_text("text;n\nthe;0\nquick;1\n")
+    expected = [
+        {"text": "the", "n": "0", "lang": "de", "loud": "THE"},
+        {"text": "quick", "n": "1", "lang": "de", "loud": "QUICK"},
+    ]
+    for path in (tmp_path / "in", str(tmp_path / "in" / "lang=d*" / "*.csv")):
+        assert list(map_rows(Shouter(), path, separator=";")) == expected
+    with pytest.raises(errors.InputError, match="separator: is for the path of a data set; found list"):
+        map_rows(Shouter(), ROWS, separator=";")
+    with pytest.raises(errors.InputError, match="--table-version 3 expects the folder of a Delta table"):
+        map_rows(Shouter(), tmp_path / "in", table_version=3)
+    (tmp_path / "list.json").write_text('[{"text": "a"},\n {"text": "b"}]')
+    assert [row["loud"] for row in map_rows(Shouter(), tmp_path / "list.json")] == ["A", "B"]
+
+
 def test_columns_are_mapped_and_kept_by_name() -> None:
     table = pa.table({"words": ["a", "b"], "n": [1, 2], "x": [3, 4]})
     assert list(map_rows(Shouter(), table, maps={"text": "words"}, keep=["x"])) == [

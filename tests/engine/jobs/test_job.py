@@ -117,7 +117,7 @@ def test_a_selection_without_rows_has_results_without_rows(folder: Path) -> None
 # going on
 
 
-def stopped_after(folder: Path, rows: int, **more: Any) -> None:
+def stopped_after(folder: Path, rows: int, data: Path | None = None, **more: Any) -> None:
     """Run a job that is asked to end when so many rows are answered."""
     seen = [0]
 
@@ -125,7 +125,8 @@ def stopped_after(folder: Path, rows: int, **more: Any) -> None:
         seen[0] += 1
         return answer_plainly(text, seed)
 
-    end = run_job(spec_of(folder, folder / "rows.jsonl", **more), plain(answer), stop=lambda: seen[0] >= rows)
+    spec = spec_of(folder, data or folder / "rows.jsonl", **more)
+    end = run_job(spec, plain(answer), stop=lambda: seen[0] >= rows)
     assert end.finished is (end.why == "")
 
 
@@ -421,6 +422,49 @@ def test_a_folder_of_results_is_a_data_set(folder: Path) -> None:
     run_job(spec_of(folder, folder / "rows.jsonl"), plain())
     assert (folder / "out" / "_errors.jsonl").exists()
     assert pq.read_table(folder / "out")["n"].to_pylist() == [n for n in range(47) if n % 7 != 3]
+
+
+def tables(folder: Path, kind: str) -> tuple[str, dict[str, Any]]:
+    """Write the rows of BAD as a table of a kind; return its argument and the options that it needs."""
+    rows = [{"text": text, "n": n} for n, text in enumerate(BAD)]
+    halves = pa.Table.from_pylist(rows[:24]), pa.Table.from_pylist(rows[24:])
+    if kind == "delta":
+        deltalake = pytest.importorskip("deltalake")
+        for half in halves:
+            deltalake.write_deltalake(
+                str(folder / "t"), half.append_column("half", pa.array([1] * len(half))), mode="append"
+            )
+        deltalake.DeltaTable(str(folder / "t")).delete("n = 5")
+        return str(folder / "t"), {}
+    if kind == "hive":
+        for number, half in enumerate(halves):
+            (folder / "t" / f"half={number}").mkdir(parents=True)
+            pq.write_table(half, folder / "t" / f"half={number}" / "x.parquet", row_group_size=9)
+        return str(folder / "t"), {}
+    if kind == "braces":
+        for number, half in enumerate(halves):
+            write_rows(folder / f"x-0{number}.jsonl", half.column("text").to_pylist())
+        return str(folder / "x-{00..01}.jsonl"), {}
+    if kind == "separator":
+        (folder / "x.csv").write_text("text;n\n" + "".join(f"{row['text']};{row['n']}\n" for row in rows))
+        return str(folder / "x.csv"), {"separator": ";"}
+    (folder / "x.json").write_text(json.dumps(rows, indent=2))
+    return str(folder / "x.json"), {}
+
+
+@pytest.mark.parametrize("kind", ["delta", "hive", "braces", "separator", "json list"])
+def test_jobs_over_tables_resume_to_equal_bytes(folder: Path, kind: str) -> None:
+    data, more = tables(folder, kind)
+    run_job(spec_of(folder, Path(data), "whole", **more), plain())
+    rows = rows_of(folder, "whole")
+    assert len(rows) + len(errors_of(folder, "whole")) == (46 if kind == "delta" else 47)
+    assert ("half" in rows[0]) is (kind in ("delta", "hive"))
+    stopped_after(folder, 25, Path(data), **more)
+    assert run_job(spec_of(folder, Path(data), **more), plain()).resumed in (10, 20, 30)
+    assert visible(folder) == visible(folder, "whole")
+    if kind == "separator":
+        with pytest.raises(InputError, match="--separator ';'"):
+            run_job(spec_of(folder, Path(data)), plain())
 
 
 VARIED = [{"a": 1}, {"b": ["x", 1]}, "text", 3, None, [1, "q"], True]

@@ -147,3 +147,70 @@ def test_long_records_that_are_not_utf8_are_reported_once(capfd: pytest.CaptureF
             {"a": "1", "b": "x"}, {"!": read(b"a,b\n1,x\n2,\xff,\xff\n3,y\n")[1]["!"]}, {"a": "3", "b": "y"},
         ]  # fmt: skip
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("separator", "sign"),
+    [
+        (";", ";"),
+        ("|", "|"),
+        ("\t", "\t"),
+        ("tab", "\t"),
+        ("\\t", "\t"),
+        ("pipe", "|"),
+        (",", ","),
+        (" ", " "),
+        ("^", "^"),
+    ],
+)
+def test_a_separator_can_be_chosen(tmp_path: Path, separator: str, sign: str) -> None:
+    text = sign.join("ab") + "\r\n" + sign.join(['"x\n' + sign + '"', "1"]) + "\r\n" + sign.join("y2") + "\r\n"
+    for name in ("x.csv", "x.tsv"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+        source = open_source(DataSpec((str(tmp_path / name),), separator=separator))
+        (rows,) = source.read()
+        assert rows.table.column("a").to_pylist() == [f"x\n{sign}", "y"]
+    for format in ("csv", None):
+        stdin = open_source(DataSpec(("-",), format=format, separator=separator), io.BytesIO(text.encode()))
+        assert [row for one in stdin.read() for row in one.ids] == ["stdin#0", "stdin#1"]
+
+
+@pytest.mark.parametrize("separator", ["", "ab", '"', "\n", "x", "1", "\x00", "€"])
+def test_a_separator_that_cannot_separate_is_refused(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match=r"--separator .*: expected one ASCII character other than"):
+        open_source(DataSpec((str(tmp_path / "x.csv"),), separator=separator))
+
+
+@pytest.mark.parametrize(
+    ("text", "separator", "said"),
+    [
+        ("a;b;c\n1;2;3\n", None, r"x.csv:1: found one column, 'a;b;c'; the separator is ','\n +fix: --separator ';'"),
+        ("a\tb\n1\t2\n", None, r"fix: --separator tab"),
+        ("a|b\n1|2\n", None, r"fix: --separator '\|'"),
+        ("a,b\n1,2\n", "tab", r"found one column, 'a,b'; the separator is 'tab'\n +fix: --separator ','"),
+        ('"a;b";"c"\n1;2\n', None, r"fix: --separator ';'"),
+    ],
+)
+def test_a_wrong_separator_is_named(tmp_path: Path, text: str, separator: str | None, said: str) -> None:
+    (tmp_path / "x.csv").write_text(text)
+    with pytest.raises(InputError, match=said):
+        open_source(DataSpec((str(tmp_path / "x.csv"),), separator=separator))
+
+
+def test_one_column_needs_no_separator() -> None:
+    assert read(b'text\r\na;b\r\n\r\n""\r\nc|d\r\n') == [{"text": "a;b"}, {"text": ""}, {"text": "c|d"}]
+    assert read(b'"a;b"\nx\n') == [{"a;b": "x"}]
+
+
+def test_utf_16_is_refused_with_the_remedy() -> None:
+    with pytest.raises(InputError, match=r"the text is UTF-16; expected UTF-8\n +fix: iconv -f UTF-16 -t UTF-8"):
+        read("a,b\n1,2\n".encode("utf-16"))
+
+
+def test_a_separator_is_for_csv_alone(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; .*x.jsonl is jsonl"):
+        open_source(DataSpec((str(tmp_path / "x.jsonl"),), separator=";"))
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; standard input is jsonl"):
+        open_source(DataSpec(("-",), format="jsonl", separator=";"), io.BytesIO(b""))

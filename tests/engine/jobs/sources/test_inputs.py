@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from tests.engine.jobs.sources.conftest import tar
 from weftline.engine.jobs.rows import Unusable
 from weftline.engine.jobs.sources.inputs import Binding, bind
 from weftline.engine.jobs.sources.media import Loader
@@ -81,6 +82,49 @@ def test_a_picture_that_could_be_either_input_is_not_mapped() -> None:
         columns_of(folder_of("image"), sound="audio")
     with pytest.raises(InputError, match="there is no column photo"):
         columns_of(pa.schema([("one", pa.binary()), ("other", pa.binary())]), photo="image")
+
+
+def pictures(folder: Path) -> Path:
+    """Write an archive of 300 rows: the first 150 have a jpg, the next ones a png, the last none."""
+    members = []
+    for n in range(300):
+        members.append((f"{n:03}.json", b'{"n": %d}' % n))
+        if n < 299:
+            members.append((f"{n:03}.{'jpg' if n < 150 else 'png'}", b"picture %d" % n))
+    tar(folder / "x.tar", members)
+    return folder / "x.tar"
+
+
+def test_alternative_suffixes_of_webdataset_are_one_input(tmp_path: Path) -> None:
+    spec = DataSpec((str(pictures(tmp_path)),), maps={"photo": "jpg;png"})
+    source = open_source(spec)
+    binding = bind(source.schema, {"photo": PortType("image")}, {"photo"}, spec.maps)
+    with open_loader(source, spec) as loader:
+        found = [one for rows in source.read() for one in binding.inputs(rows.table, loader)["photo"]]
+    assert found == [*(b"picture %d" % n for n in range(299)), Unusable("column jpg;png is null")]
+    assert binding.media == {"jpg", "png"}
+
+
+def test_an_alternative_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    spec = DataSpec((str(pictures(tmp_path)),), maps={"photo": "jepg;webp"})
+    with pytest.raises(InputError, match=r"photo=jepg;webp: there is no column jepg; did you mean jpg\?"):
+        bind(open_source(spec).schema, {"photo": PortType("image")}, {"photo"}, spec.maps)
+
+
+def test_several_picture_columns_are_offered_as_alternatives(tmp_path: Path) -> None:
+    table = pa.table({"jpg": [b"x", None], "png": [None, b"y"]})
+    with pytest.raises(InputError, match='there is no column photo; --map "photo=jpg;png" takes the first that a row'):
+        bind(table.schema, {"photo": PortType("image")}, {"photo"}, {})
+    binding = bind(table.schema, {"photo": PortType("image")}, {"photo"}, {"photo": "jpg;png"})
+    with Loader() as loader:
+        assert binding.inputs(table, loader) == {"photo": [b"x", b"y"]}
+
+
+def test_a_column_whose_name_has_a_semicolon_is_one_column() -> None:
+    table = pa.table({"a;b": ["x"], "a": ["y"]})
+    assert bind(table.schema, {"t": PortType("text")}, {"t"}, {"t": "a;b"}).columns == {"t": "a;b"}
+    with Loader() as loader:
+        assert bind(table.schema, {"t": PortType("text")}, {"t"}, {"t": "a;b"}).inputs(table, loader) == {"t": ["x"]}
 
 
 def test_inputs_get_columns_by_name_or_mapping_and_may_be_left_out() -> None:

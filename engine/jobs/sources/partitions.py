@@ -1,0 +1,128 @@
+"""Columns of rows from the paths of their files: hive folders `KEY=VALUE`, and partition columns of Delta tables.
+
+    sales/year=2024/country=S%C3%A3o%20Tom%C3%A9/a.parquet  ->  year 2024, country "São Tomé"
+
+Folders below the argument count, and those at its end. Keys and values are percent-decoded, and
+`__HIVE_DEFAULT_PARTITION__` is null. A column is int64 if each of its values is an integer in its usual form, else
+text: `01` stays `01`. It replaces a column of the same name in the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from weftline.engine.jobs.sources.formats import without_query
+from weftline.engine.jobs.sources.locations import SourceFile
+from weftline.engine.jobs.sources.reader import HIDDEN, Batch, ColumnReader, DatasetReader, Mark, Origin, RowRange
+from weftline.engine.jobs.sources.where import possible
+
+NULL = "__HIVE_DEFAULT_PARTITION__"
+_FOLDER = re.compile(r"([^=/]+)=([^/]*)")
+_INTEGER = re.compile(r"0|-?[1-9]\d{0,18}")
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def hive_columns(files: Sequence[SourceFile]) -> pa.Table:
+    """Return the columns in the paths of files, one row for each file; null where a path lacks one."""
+    found = [_pairs(file) for file in files]
+    names = dict.fromkeys(name for pairs in found for name in pairs)
+    columns = {name: _column([pairs.get(name) for pairs in found]) for name in names}
+    return pa.table(columns)
+
+
+def _pairs(file: SourceFile) -> dict[str, str | None]:
+    """Return key and value of each folder `KEY=VALUE` below the argument of a file, or at its end."""
+    path, base = without_query(file.path), file.base.rstrip("/")
+    above = base.split("/")
+    start = len(above)
+    while start and _FOLDER.fullmatch(above[start - 1]):
+        start -= 1
+    inside = path.removeprefix(base + "/").split("/")[:-1]
+    pairs = [match for part in [*above[start:], *inside] if (match := _FOLDER.fullmatch(part))]
+    return {unquote(match[1]): None if match[2] == NULL else unquote(match[2]) for match in pairs}
+
+
+def _column(values: Sequence[str | None]) -> pa.Array:
+    texts = [value for value in values if value is not None]
+    if texts and all(_INTEGER.fullmatch(text) and int(text) in _INT64 for text in texts):
+        return pa.array([None if value is None else int(value) for value in values], pa.int64())
+    return pa.array(values, pa.string())
+
+
+def pruned(
+    files: Sequence[SourceFile], columns: pa.Table, where: Sequence[str]
+) -> tuple[Sequence[SourceFile], pa.Table]:
+    """Leave out files none of whose rows can match `where`; the first file stays if none can, for its schema."""
+    if not columns.num_columns or not where:
+        return files, columns
+    mask = possible(where, columns).to_pylist()
+    kept = [place for place, may in enumerate(mask) if may] or [0]
+    return [files[place] for place in kept], columns.take(pa.array(kept))
+
+
+class PartitionedReader:
+    """Reader of files with further columns that are constant in each file.
+
+    columns: one row for each file.
+    by_row:  each row of the inner reader is a file; else each of its origins is one.
+    order:   names of all columns in their order; (): those of the inner reader, then new ones.
+    """
+
+    def __init__(
+        self, inner: DatasetReader, columns: pa.Table, by_row: bool = False, order: Sequence[str] = ()
+    ) -> None:
+        self._inner, self._columns, self._by_row = inner, columns, by_row
+        self.origins: Sequence[Origin] = inner.origins
+        self.roots: Sequence[str] | None = getattr(inner, "roots", None)
+        own = {field.name: field for field in columns.schema}
+        fields = [own.get(field.name, field) for field in inner.schema]
+        fields += [field for name, field in own.items() if name not in inner.schema.names]
+        fields.sort(key=lambda field: order.index(field.name) if order else 0)
+        self.schema: pa.Schema = pa.schema(fields, inner.schema.metadata)
+
+    @property
+    def rows(self) -> int | None:
+        return self._inner.rows
+
+    def pieces(self, fine: bool) -> Sequence[RowRange]:
+        return self._inner.pieces(fine)
+
+    def read(self, piece: RowRange, at: Mark | None = None) -> Iterator[Batch]:
+        for batch in self._inner.read(piece, at):
+            yield Batch(batch.at, batch.row, self._extended(batch, piece.origin), batch.names)
+
+    def only(self, names: Collection[str]) -> PartitionedReader:
+        other = copy(self)
+        if isinstance(self._inner, ColumnReader):
+            inner = self._inner.schema.names
+            read = [name for name in inner if name in names and name not in self._columns.schema.names]
+            other._inner = self._inner.only(read or inner[:1])  # a reader needs a column to count its rows
+        other.schema = pa.schema([field for field in self.schema if field.name in names])
+        return other
+
+    def fingerprint(self) -> Mapping[str, str]:
+        return self._inner.fingerprint()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _extended(self, batch: Batch, origin: int) -> pa.Table:
+        """Return a batch in the order of the schema, with the columns of its file; hidden columns last."""
+        table, own = batch.table, self._columns
+        hidden = [name for name in table.column_names if name in HIDDEN]
+        fields, arrays = [], []
+        for name in [*self.schema.names, *hidden]:
+            if name not in own.column_names:
+                fields.append(table.schema.field(name))
+                arrays.append(table.column(name))
+                continue
+            fields.append(own.schema.field(name))
+            column = own.column(name)
+            here = column.slice(batch.row, len(table)) if self._by_row else pa.repeat(column[origin], len(table))
+            arrays.append(here)
+        return pa.table(arrays, schema=pa.schema(fields, table.schema.metadata))
