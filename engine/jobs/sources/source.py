@@ -96,6 +96,7 @@ def _reader(spec: DataSpec, stdin: BinaryIO | None) -> DatasetReader:
 
         if spec.format not in (None, "hf"):
             raise InputError(f"{hub[0]}: --format {spec.format} is for files")
+        _check_options(spec, "hf")
         return by_name(hub[0].removeprefix(HUB), spec.split)
     if spec.data == (STDIN,):
         return _of_stdin(spec, stdin or sys.stdin.buffer)
@@ -120,8 +121,7 @@ def _of_stdin(spec: DataSpec, stream: BinaryIO) -> DatasetReader:
     format = spec.format or ("jsonl" if spec.separator is None else "csv")
     if format not in readers:
         raise InputError(f"standard input: --format {format} cannot be read from it; expected jsonl, csv or arrow")
-    if spec.separator is not None and format != "csv":
-        raise InputError(f"--separator {spec.separator!r:.20} is for CSV; standard input is {format}")
+    _check_options(spec, format)
     return readers[format](StandardInput(stream))
 
 
@@ -139,14 +139,16 @@ def _of_files(spec: DataSpec) -> DatasetReader:
         raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
     if spec.format == "hf":
         raise InputError(f"{listings[0].shown}: --format hf expects one folder written by save_to_disk, or hf:NAME")
-    if spec.format == "delta" or spec.table_version is not None:
-        option = "--format delta" if spec.format == "delta" else f"--table-version {spec.table_version}"
-        raise InputError(f"{listings[0].shown}: {option} expects the folder of a Delta table; there is no _delta_log")
+    if spec.format == "delta":
+        raise InputError(
+            f"{listings[0].shown}: --format delta expects the folder of a Delta table; there is no _delta_log"
+        )
     found = [_usable(listing, spec.format) for listing in listings]
     formats = list(dict.fromkeys(format for format, _ in found))
     if len(formats) > 1:
         raise InputError(mixed(_shown(spec), formats))
     _check_twice([files for _, files in found])
+    _check_options(spec, formats[0])
     every = [file for _, files in found for file in files]
     files, columns = pruned(every, hive_columns(every), spec.where)
     reader = _of_format(formats[0], files, spec)
@@ -159,7 +161,7 @@ def _listings(spec: DataSpec) -> list[Listing]:
 
     listings, problems = [], []
     for argument in spec.data:
-        names = [argument] if Path(argument).exists() else expanded(argument)
+        names = [argument] if _is_here(argument) else expanded(argument)
         for name in names:
             try:
                 listings.append(look(name, spec.storage))
@@ -171,6 +173,25 @@ def _listings(spec: DataSpec) -> list[Listing]:
     return listings
 
 
+def _is_here(argument: str) -> bool:
+    """Return True for the name of a local file or folder, which may have braces of its own."""
+    try:
+        return Path(argument).exists()
+    except (OSError, ValueError):  # longer than a name can be, as lists in braces are
+        return False
+
+
+def _check_options(spec: DataSpec, format: str) -> None:
+    """Refuse options of one format for data of another."""
+    if spec.separator is not None and format != "csv":
+        raise InputError(f"--separator {spec.separator!r:.20} is for CSV; the format of {_shown(spec)} is {format}")
+    if spec.table_version is not None and format != "delta":
+        raise InputError(
+            f"{_shown(spec)}: --table-version {spec.table_version} expects the folder of a Delta table; the format is "
+            f"{format}"
+        )
+
+
 def _of_table(listing: Listing, table: TableFolder, spec: DataSpec) -> DatasetReader:
     """Open a Delta table; InputError for other tables, and for parts of one."""
     from weftline.engine.jobs.sources.table_formats import DELTA, refuse
@@ -179,6 +200,9 @@ def _of_table(listing: Listing, table: TableFolder, spec: DataSpec) -> DatasetRe
         raise refuse(listing, table)
     if spec.format not in (None, "delta", "parquet"):
         raise InputError(f"{listing.shown}: --format {spec.format}: the folder is a Delta table")
+    if spec.split is not None:
+        raise InputError(f"--split {spec.split:.80}: only Hugging Face data sets have splits")
+    _check_options(spec, "delta")
     need("deltalake", "delta")
     from weftline.engine.jobs.sources.arrow_readers import ParquetReader
     from weftline.engine.jobs.sources.delta_table import UndeletedReader, delta_files
@@ -201,6 +225,7 @@ def _is_saved(listing: Listing, format: str | None) -> bool:
 
 
 def _saved(listing: Listing, spec: DataSpec) -> DatasetReader:
+    _check_options(spec, "hf")
     need("datasets")
     from weftline.engine.jobs.sources.arrow_readers import from_disk
 
@@ -229,8 +254,6 @@ def _check_twice(arguments: Sequence[Sequence[SourceFile]]) -> None:
 
 
 def _of_format(format: str, files: Sequence[SourceFile], spec: DataSpec) -> DatasetReader:
-    if spec.separator is not None and format != "csv":
-        raise InputError(f"--separator {spec.separator!r:.20} is for CSV; {_shown(spec)} is {format}")
     if format in ("parquet", "arrow"):
         from weftline.engine.jobs.sources.arrow_readers import ArrowReader, ParquetReader
 

@@ -210,7 +210,7 @@ def test_utf_16_is_refused_with_the_remedy() -> None:
 
 def test_a_separator_is_for_csv_alone(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(InputError, match=r"--separator ';' is for CSV; .*x.jsonl is jsonl"):
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; the format of .*x.jsonl is jsonl"):
         open_source(DataSpec((str(tmp_path / "x.jsonl"),), separator=";"))
-    with pytest.raises(InputError, match=r"--separator ';' is for CSV; standard input is jsonl"):
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; the format of - is jsonl"):
         open_source(DataSpec(("-",), format="jsonl", separator=";"), io.BytesIO(b""))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.engine.jobs.sources.conftest import tar
 from weftline.engine.jobs.rows import Source
+from weftline.engine.jobs.sources import formats
 from weftline.engine.jobs.sources.cells import python_rows
 from weftline.engine.jobs.sources.inputs import bind
 from weftline.engine.jobs.sources.source import open_loader, open_source
@@ -356,8 +357,15 @@ def test_options_of_delta_tables_are_refused_elsewhere(tmp_path: Path) -> None:
         opened(tmp_path, format="delta")
     with pytest.raises(InputError, match=r"--table-version 3 expects the folder of a Delta table"):
         opened(tmp_path, table_version=3)
+    for data in ("-", "hf:none"):
+        with pytest.raises(InputError, match=rf"{data}: --table-version 1 expects the folder of a Delta table"):
+            opened(data, table_version=1)
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; the format of hf:none is hf"):
+        opened("hf:none", separator=";")
     with pytest.raises(InputError, match=r"--format csv: the folder is a Delta table"):
         opened(delta(tmp_path / "t"), format="csv")
+    with pytest.raises(InputError, match=r"--separator ';' is for CSV; the format of .*t is delta"):
+        opened(tmp_path / "t", separator=";")
 
 
 # table formats that are not read
@@ -427,6 +435,12 @@ def test_braces_work_for_every_format_and_in_stores(tmp_path: Path) -> None:
     assert rows(opened(tmp_path / "{a,b}.jsonl")) == [{"n": 7}]
 
 
+def test_a_list_in_braces_may_be_longer_than_a_name(tmp_path: Path) -> None:
+    numbered_tars(tmp_path, 60)
+    long = "{" + ",".join(f"x-{number:02}.tar" for number in range(60)) + "}"
+    assert len(ids(opened(tmp_path / long))) == 60
+
+
 def test_all_missing_files_of_a_brace_pattern_are_named(tmp_path: Path) -> None:
     numbered_tars(tmp_path, 2)
     with pytest.raises(InputError) as refused:
@@ -435,8 +449,9 @@ def test_all_missing_files_of_a_brace_pattern_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["{0..99999999999}.tar", "{0..999}{0..999}{0..999}.tar", "{a,b}" * 40])
-def test_braces_with_too_many_names_are_refused(pattern: str) -> None:
-    with pytest.raises(InputError, match="its braces stand for more than 100000 names"):
+def test_braces_with_too_many_names_are_refused(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "EXPANDED_MAX", 1_000)
+    with pytest.raises(InputError, match="its braces stand for more than 1000 names"):
         opened(pattern)
 
 
