@@ -3,7 +3,7 @@
 A value of a text file belongs to its row alone. So a reader of text files passes on cells, in a text column whose field
 has the mark CSV_CELL or JSON_CELL:
 
-    CSV_CELL   the text between two delimiters
+    CSV_CELL   the text between two delimiters, or of a hive folder's name after the equals sign
     JSON_CELL  the JSON text of the row's value; null where the row lacks the key
 
 The reader's schema has the same field with the type that the first rows have. This type is used for checks before the
@@ -144,7 +144,7 @@ def _number(cell: str) -> Any:
     return Unusable(f"expected a number, found {cell[:40]!r}")
 
 
-def learned_csv(cells: pa.ChunkedArray) -> pa.DataType:
+def learned_csv(cells: pa.ChunkedArray | pa.Array) -> pa.DataType:
     """Return the number type that all of these cells have, or string."""
     numbers = _trimmed(cells)
     if numbers.null_count == len(numbers):

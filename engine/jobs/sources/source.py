@@ -152,7 +152,7 @@ def _of_files(spec: DataSpec) -> DatasetReader:
     every = [file for _, files in found for file in files]
     files, columns = pruned(every, hive_columns(every), spec.where)
     reader = _of_format(formats[0], files, spec)
-    return PartitionedReader(reader, columns, formats[0] == "files") if columns.num_columns else reader
+    return PartitionedReader(reader, columns, formats[0] == "files") if columns else reader
 
 
 def _listings(spec: DataSpec) -> list[Listing]:
@@ -206,17 +206,17 @@ def _of_table(listing: Listing, table: TableFolder, spec: DataSpec) -> DatasetRe
     need("deltalake", "delta")
     from weftline.engine.jobs.sources.arrow_readers import ParquetReader
     from weftline.engine.jobs.sources.delta_table import UndeletedReader, delta_files
-    from weftline.engine.jobs.sources.partitions import PartitionedReader, pruned
+    from weftline.engine.jobs.sources.partitions import FileColumns, PartitionedReader, pruned
 
     found = delta_files(listing, spec.table_version)
     if not found.files:
         raise InputError(f"{listing.shown}: the data set is empty")
-    files, columns = pruned(found.files, found.partitions, spec.where)
+    files, columns = pruned(found.files, FileColumns(found.partitions, found.partitions.schema), spec.where)
     kept = {origin: found.kept[file.path] for origin, file in enumerate(files) if file.path in found.kept}
     reader: DatasetReader = ParquetReader(files, found.schema)
     if kept:
         reader = UndeletedReader(reader, kept)
-    return PartitionedReader(reader, columns, order=found.names) if columns.num_columns else reader
+    return PartitionedReader(reader, columns, order=found.names) if columns else reader
 
 
 def _is_saved(listing: Listing, format: str | None) -> bool:

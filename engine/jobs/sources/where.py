@@ -48,7 +48,7 @@ class RowFilter:
 
     @property
     def columns(self) -> set[str]:
-        """ConditionColumns that the conditions use."""
+        """Columns that the conditions use."""
         return {wire.port for one in self._conditions for wire in one.wires}
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray | pa.Array:
@@ -74,7 +74,7 @@ class RowFilter:
 
 @dataclass
 class ConditionColumns:
-    """ConditionColumns of a table for a condition.
+    """Columns of a table for a condition.
 
     schema:  of the reader; its types are those of cells.
     reasons: by row, why a cell that a condition used has another type.
@@ -139,15 +139,15 @@ class CsvCells:
         return pc.if_else(pc.equal(self.text, ""), pa.scalar(None, pa.string()), self.text)
 
 
-def possible(texts: Sequence[str], table: pa.Table) -> pa.ChunkedArray | pa.Array:
-    """Return a mask of the rows that can pass, given some of their columns.
+def possible(texts: Sequence[str], table: pa.Table, schema: pa.Schema) -> pa.ChunkedArray | pa.Array:
+    """Return a mask of the rows that can pass, given some of their columns and the reader's schema of these.
 
     Parts of a condition that need other columns are ignored; mistakes are left to RowFilter.
     """
     kept: Any = pa.repeat(pa.scalar(True), table.num_rows)
     for part in (part for text in texts for part in _conjuncts(text)):
         try:
-            one = RowFilter([part], table.schema)
+            one = RowFilter([part], schema)
             kept = pc.and_(kept, one.mask(table)) if one.columns else kept
         except InputError:
             continue

@@ -5,10 +5,12 @@ import io
 import json
 import math
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
 import pyarrow as pa
@@ -123,11 +125,16 @@ def few_rows_to_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @thorough
-@given(values=ROWS, ascii=st.booleans())
-def test_jsonl_rows_are_those_of_run(folder: Path, values: list[Any], ascii: bool) -> None:
-    file = folder / "rows.jsonl"
-    lines = [json.dumps({"v": value, "other": 1}, ensure_ascii=ascii) for value in values]
-    file.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+@given(values=ROWS, ascii=st.booleans(), indent=st.sampled_from([None, 1]), is_list=st.booleans())
+def test_json_rows_are_those_of_run(
+    folder: Path, values: list[Any], ascii: bool, indent: int | None, is_list: bool
+) -> None:
+    file = folder / "rows.json"
+    lines = [
+        json.dumps({"v": value, "other": 1}, ensure_ascii=ascii, indent=indent if is_list else None) for value in values
+    ]
+    text = f"[{', '.join(lines)}]" if is_list else "\n".join(lines)
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
     plan = plan_of(folder, "json")
     encodable = [_is_utf8(line) for line in lines]
     if not encodable[0] and not any(encodable[:2]):
@@ -215,6 +222,20 @@ def test_csv_rows_are_those_of_run(folder: Path, cells: list[str], delimiter: st
     text, value = plan_of(folder, "text"), plan_of(folder, "json")
     assert by_rows(text, file) == by_run(text, cells)
     assert by_rows(value, file) == by_run(value, list(map(csv_value, cells)))
+
+
+@thorough
+@given(cells=st.lists(CELLS | st.none(), min_size=1, max_size=8, unique=True))
+def test_values_of_hive_folders_are_those_of_run(folder: Path, cells: list[str | None]) -> None:
+    root = Path(tempfile.mkdtemp(dir=folder))
+    values = {f"v={'__HIVE_DEFAULT_PARTITION__' if cell is None else quote(cell, '')}/x.csv": cell for cell in cells}
+    for name in values:
+        (root / name).parent.mkdir()
+        (root / name).write_text("n,k\n1,2\n")
+    cells = [values[name] for name in sorted(values)]
+    text, value = plan_of(folder, "text"), plan_of(folder, "json")
+    assert by_rows(text, root) == by_run(text, cells)
+    assert by_rows(value, root) == by_run(value, [None if cell is None else csv_value(cell) for cell in cells])
 
 
 @pytest.mark.parametrize(
@@ -307,6 +328,21 @@ def test_an_optional_input_has_values_that_the_first_rows_lack(tmp_path: Path) -
     ]
     with pytest.raises(InputError, match="no input gets a column"):
         job(tmp_path, data, "out.jsonl")
+
+
+def test_hive_folders_leave_late_columns_and_kept_values_alone(tmp_path: Path) -> None:
+    (tmp_path / "in" / "year=2024").mkdir(parents=True)
+    lines = '{"k": 1}\n{"k": 2}\n{"k": 3, "v": {"a": 1}}\n'
+    (tmp_path / "in" / "year=2024" / "x.jsonl").write_text(lines)
+    types = {"year": PortType("text"), "v": PortType("json")}
+    for where in (tmp_path / "in", str(tmp_path / "in" / "*" / "*.jsonl")):
+        chunks = runs_of(where, DatasetQuery(types, {"year"}, {}, None, 10)).each
+        assert [(chunk.inputs, chunk.kept()) for chunk in chunks] == [
+            (
+                {"year": ["2024"] * 3, "v": [None, None, {"a": 1}]},
+                [{"k": number, "year": "2024"} for number in (1, 2, 3)],
+            )
+        ]
 
 
 def test_kept_jsonl_values_are_typed_or_json_text_in_parquet(tmp_path: Path) -> None:
