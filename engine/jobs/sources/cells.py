@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
+from weftline.engine.jobs.sources.arrow_types import is_text
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
 
@@ -63,13 +64,15 @@ _TRUTH: Mapping[str, bool] = {
 }  # fmt: skip
 _NUMBER_TYPES = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_())
 _FIRST_ROWS = 256
-_NOT_A_LINE = r"NaN|Infinity|\\u[dD][89a-fA-F]|\r"
-"""What may stand in the text of a cell and not in a line of results."""
+_NOT_IN_RESULTS = r"NaN|Infinity|\\u[dD][89a-fA-F]"
+_LINE_END = r"[\r\n][ \t\r\n]*"
+"""What may stand in the text of a cell and not in a line of results; line ends are between JSON tokens."""
 
 _EXACT = 1 << 53
 """All whole numbers up to this are exact as floats."""
 
 _decode = msgspec.json.Decoder().decode
+_check = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def cell_kind(field: pa.Field) -> bytes:
@@ -172,6 +175,12 @@ def _json_type(values: list[Any]) -> pa.DataType:
         return pa.array(values).type
     except NO_FIT:
         return MIXED
+
+
+def is_json_text(field: pa.Field) -> bool:
+    """Return True for a typed column of JSON text, as results and archives have."""
+    marked = (field.metadata or {}).get(MEANS) == b"json" and is_text(field.type)
+    return marked or isinstance(field.type, pa.JsonType)
 
 
 def shown_type(field: pa.Field) -> str:
@@ -292,7 +301,10 @@ def kept_field(field: pa.Field, lines: bool) -> pa.Field:
 
     lines: the results are JSON lines, whose values need no common type. In other formats a column of scalars, or of
            lists of scalars, has its type. Any other column is JSON text: Arrow's objects would get keys of other rows.
+           A typed column of JSON text, from the results of another job, is one here too.
     """
+    if is_json_text(field) and (lines or not isinstance(field.type, pa.JsonType)):
+        return cell_field(field.name, pa.string(), JSON_CELL)
     if not cell_kind(field):
         return field
     if cell_kind(field) == CSV_CELL:
@@ -314,8 +326,11 @@ def kept(table: pa.Table, source: pa.Schema, wanted: pa.Schema) -> tuple[pa.Tabl
     reasons: dict[int, str] = {}
     for field in wanted:
         array, origin = table.column(field.name), source.field(field.name)
-        if cell_kind(origin) == JSON_CELL:
-            array, wrong = _lines(array, field.name) if cell_kind(field) else typed(array, origin)
+        if cell_kind(field) == JSON_CELL:
+            array, wrong = _lines(array if cell_kind(origin) else _json_texts(array), field.name)
+            reasons = wrong | reasons
+        elif cell_kind(origin) == JSON_CELL:
+            array, wrong = typed(array, origin)
             reasons = wrong | reasons
         arrays.append(array)
     return pa.table(arrays, schema=wanted) if arrays else table.select([]), reasons
@@ -323,9 +338,10 @@ def kept(table: pa.Table, source: pa.Schema, wanted: pa.Schema) -> tuple[pa.Tabl
 
 def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
     """Return JSON cells as they stand in a line of results: NaN and infinities are null inside it."""
-    doubtful = pc.fill_null(pc.match_substring_regex(cells, _NOT_A_LINE), False)
-    if not pc.any(doubtful).as_py():
+    if not _has(cells, f"{_NOT_IN_RESULTS}|{_LINE_END}"):
         return cells, {}
+    cells = pc.replace_substring_regex(cells, _LINE_END, "")
+    doubtful = pc.match_substring_regex(cells, _NOT_IN_RESULTS)
     texts, reasons = cells.to_pylist(), dict[int, str]()
     for row, one in enumerate(doubtful.to_pylist()):
         if one:
@@ -341,6 +357,24 @@ def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
             except RecursionError:
                 reasons[row] = f"column {name}: {TOO_DEEP}"
     return pa.array(texts, pa.string()), reasons
+
+
+def _has(cells: pa.ChunkedArray | pa.Array, pattern: str) -> bool:
+    return bool(pc.any(pc.match_substring_regex(cells, pattern)).as_py())
+
+
+def _json_texts(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """Return a typed column of JSON text as JSON cells; a text that is not JSON becomes a JSON string."""
+    texts = column.to_pylist()
+    return pa.array([one if one is None or _is_json(one) else json.dumps(one) for one in texts], pa.string())
+
+
+def _is_json(text: str) -> bool:
+    try:
+        _check(text)
+        return True
+    except (msgspec.DecodeError, RecursionError):
+        return not isinstance(_json_value(text), Unusable)
 
 
 def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:

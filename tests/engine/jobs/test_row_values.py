@@ -383,6 +383,39 @@ def test_kept_jsonl_values_are_lines_of_valid_json(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_kept_values_of_a_json_list_are_as_in_the_file(tmp_path: Path) -> None:
+    data = tmp_path / "list.json"
+    data.write_text('[{"v": 0, "k": {\n  "a": 1.10,\n  "b": [\n    1e400\n  ]\n}}, {"v": 1, "k": "a\\nb"}]')
+    job(tmp_path, data, "out.jsonl", keep=("k",))
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [line.split('"k":')[1].split(',"seen"')[0] for line in lines] == ['{"a": 1.10,"b": [1e400]}', '"a\\nb"']
+    assert [row["k"] for row in job(tmp_path, data, "out.parquet", keep=("k",))] == [
+        '{"a": 1.10,"b": [1e400]}', '"a\\nb"',
+    ]  # fmt: skip
+
+
+JSON_TEXTS = ['{"a":\n 1.10}', '"x"', "3", None, "no JSON", "[NaN]", "1,2", ""]
+JSON_KEPT = ['{"a":1.10}', '"x"', "3", None, '"no JSON"', "[null]", '"1,2"', '""']
+
+
+@pytest.mark.parametrize("type", [pa.string(), pa.large_string(), pa.json_()])
+def test_json_text_that_is_only_kept_stays_json(tmp_path: Path, type: pa.DataType) -> None:
+    mark = None if type == pa.json_() else {"weftline": "json"}
+    schema = pa.schema([("v", pa.int64()), pa.field("k", type, metadata=mark)])
+    column = pa.array(JSON_TEXTS, pa.string() if mark is None else type)
+    column = pa.ExtensionArray.from_storage(type, column) if mark is None else column
+    with pa.OSFile(str(tmp_path / "in.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        writer.write_table(pa.table([pa.array(range(len(JSON_TEXTS))), column], schema=schema))
+    expected = [None if one is None else json.loads(one) for one in JSON_KEPT]
+    assert [row["k"] for row in job(tmp_path, tmp_path / "in.arrow", "out.jsonl")] == expected
+    job(tmp_path, tmp_path / "in.arrow", "out.parquet")
+    again = job(tmp_path, tmp_path / "out.parquet", "again.jsonl", maps={"v": "k"})
+    if mark is not None:  # Parquet files of json_ keep the texts unchanged
+        assert [row["k"] for row in again] == expected
+        assert [row["seen"] for row in again] == list(map(repr, expected))
+        assert pq.read_table(tmp_path / "out.parquet")["k"].to_pylist() == JSON_KEPT
+
+
 CODES = ["01234", "+491234", "0e123", "9007199254740993", "1.10", "0x10", "", "NA", "true"]
 
 
