@@ -36,7 +36,7 @@ from weftline.engine.jobs.recorder import JobRecorder
 from weftline.engine.jobs.report.text import counted
 from weftline.engine.jobs.rows import BlockResult, JobRunner, RowBlock, RowError, Stop
 from weftline.engine.jobs.runners.factory import RunnerFactory
-from weftline.engine.jobs.sources.cells import cell_kind, kept
+from weftline.engine.jobs.sources.cells import cell_kind, is_learned_text, kept
 from weftline.engine.jobs.sources.formats import shown_url
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import with_reasons
@@ -228,7 +228,9 @@ class _Run:
             digest = hashlib.sha256("".join(record.sha256 for record in store.records).encode()).hexdigest()[:16]
             store.finish(extras=hf_files(names, schema, digest))
         else:
-            store.finish(extras=dataset_card(job.format, schema))
+            origins = {one.name: job.binding.schema.field(one.of) for one in job.columns.each if one.origin == "kept"}
+            texts = [name for name, field in origins.items() if is_learned_text(field)]
+            store.finish(extras=dataset_card(job.format, schema, texts))
 
     def _ended(self, why: str) -> JobResult:
         job, store, elapsed_s = self._job, self._store, self._recorder.elapsed_s

@@ -6,6 +6,7 @@ card has them, so that a part whose values are all null has the same columns as 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import yaml
@@ -16,11 +17,18 @@ from weftline.engine.jobs.output.json_lines import JSON_TYPES, shown_as
 from weftline.engine.jobs.output.layout import CARD, SUFFIXES
 
 
-def dataset_card(format: str, schema: pa.Schema) -> dict[str, bytes]:
-    """Return the card of a folder of parts, by name: layout.EXTRAS of parquet, jsonl and arrow."""
+def dataset_card(format: str, schema: pa.Schema, texts: Collection[str] = ()) -> dict[str, bytes]:
+    """Return the card of a folder of parts, by name: layout.EXTRAS of parquet, jsonl and arrow.
+
+    texts: JSON columns whose values are texts; as JSON, datasets would read the text "12" as the number 12.
+    """
     card: dict[str, Any] = {"configs": [{"config_name": "default", "data_files": f"part-*{SUFFIXES[format]}"}]}
     if format == "jsonl":
-        card["dataset_info"] = {"features": [_named(field) for field in schema]}
+        card["dataset_info"] = {
+            "features": [
+                {"name": field.name, "dtype": "string"} if field.name in texts else _named(field) for field in schema
+            ]
+        }
     return {CARD: yaml.safe_dump(card, sort_keys=False, allow_unicode=True).encode()}
 
 

@@ -183,6 +183,11 @@ def is_json_text(field: pa.Field) -> bool:
     return marked or isinstance(field.type, pa.JsonType)
 
 
+def is_learned_text(field: pa.Field) -> bool:
+    """Return True for JSON cells that are texts in the first rows."""
+    return cell_kind(field) == JSON_CELL and bool(pa.types.is_string(field.type))
+
+
 def shown_type(field: pa.Field) -> str:
     """Return a column's type for messages: string for CSV, and for JSON cells the type of the first rows."""
     if cell_kind(field) == CSV_CELL:

@@ -492,7 +492,11 @@ def test_load_dataset_reads_a_folder_of_results(tmp_path: Path, monkeypatch: pyt
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     write_pipeline(tmp_path, MIXED, MIXED_STEPS)
-    rows = [{"text": text, "n": n, "late": None if n < 20 else "x"} for n, text in enumerate(BAD)]
+    rows = [
+        {"text": text, "n": n, "late": None if n < 20 else "x", "digits": str(n), "own": {"ab"[n % 2]: [n, "x"]},
+         "parts": [str(n)], "mixed": [n, {"a": n}][n % 2]}
+        for n, text in enumerate(BAD)
+    ]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = spec_of(tmp_path, tmp_path / "rows.jsonl")
     spec = replace(spec, out=replace(spec.out, format=format))
@@ -504,7 +508,12 @@ def test_load_dataset_reads_a_folder_of_results(tmp_path: Path, monkeypatch: pyt
     assert read["n"][:] == good
     assert read["late"][:] == [None if n < 20 else "x" for n in good]
     assert read["answer"][:] == [BAD[n].upper() for n in good]
-    found = (
-        read["found"][:] if format == "jsonl" else [None if one is None else json.loads(one) for one in read["found"]]
-    )
-    assert found == [VARIED[n % 7] for n in good]
+    assert read["digits"][:] == [str(n) for n in good]
+    assert read["parts"][:] == [[str(n)] for n in good]
+    found = {
+        name: [one if format == "jsonl" or one is None else json.loads(one) for one in read[name]]
+        for name in ("found", "own", "mixed")
+    }
+    assert found["found"] == [VARIED[n % 7] for n in good]
+    assert found["own"] == [rows[n]["own"] for n in good]
+    assert found["mixed"] == [rows[n]["mixed"] for n in good]
