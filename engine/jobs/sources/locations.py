@@ -19,6 +19,7 @@ import fsspec
 from weftline.engine.jobs.sources.formats import shown_url, without_query
 from weftline.engine.jobs.sources.reader import Origin
 from weftline.errors import InputError, first_line
+from weftline.pipelines.check.problems import listed
 
 GLOB = frozenset("*?[")
 
@@ -132,6 +133,13 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
         else:
             files.append(_source_file(fs, path, posixpath.join(written, inside), base, infos[path]))
     if not files:
+        folders = [path for path, info in sorted(infos.items()) if kind == "glob" and info["type"] == "directory"]
+        if folders:
+            names = [posixpath.join(written, posixpath.relpath(path, base)) for path in folders]
+            raise InputError(
+                f"{written or '.'}: the pattern matches only folders ({listed(names)}), expected files\n"
+                f"    fix: --data {names[0]} reads a folder or a table; a pattern of its files ends in /* or /*.parquet"
+            )
         what = "holds no files" if kind == "folder" else "matches no files"
         raise InputError(f"{written or '.'}: {what}{f' but {len(hidden)} hidden ones' if hidden else ''}")
     return Listing(written, kind, fs, base, tuple(files), tuple(hidden))

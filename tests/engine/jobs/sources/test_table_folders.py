@@ -483,3 +483,14 @@ def test_braces_with_too_many_names_are_refused(pattern: str, monkeypatch: pytes
 def test_unbalanced_braces_are_a_name_that_does_not_exist() -> None:
     with pytest.raises(InputError, match=r"x-\{00..09\.tar: "):
         opened("x-{00..09.tar")
+
+
+def test_a_pattern_that_matches_only_folders_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = fsspec.filesystem("memory")
+    for name in ("t1", "t2"):
+        (tmp_path / "lake" / name / "_delta_log").mkdir(parents=True)
+        memory.pipe(f"/only/{name}/_delta_log/0.json", b"{}")
+    for root in ("lake", "memory://only"):
+        with pytest.raises(InputError, match=rf"only folders \({root}/t1, {root}/t2\)(?s:.*)--data {root}/t1 reads"):
+            opened(f"{root}/t*")
