@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from weftline.engine.jobs.rows import JSON_CELL, Unusable
+from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_text, storage
 from weftline.engine.jobs.sources.cells import cell_kind, csv_numbers, csv_value, json_values
 from weftline.engine.jobs.sources.columns import MEDIA, holds_bytes, is_encoded, means, misfit, tensors
@@ -81,13 +81,19 @@ class Binding:
 
     def _values(self, name: str, table: pa.Table, loader: Loader, folders: Sequence[str] | None) -> list[Any]:
         """Return the values of an input, each from the first of its alternative columns that has one."""
-        each = [
-            converted(table.column(column), self.schema.field(column), self.ports[name], loader, folders)
-            for column in alternatives(self.columns[name], self.schema.names)
-        ]
+        fields = [self.schema.field(column) for column in alternatives(self.columns[name], self.schema.names)]
+        each = [converted(table.column(one.name), one, self.ports[name], loader, folders) for one in fields]
         if len(each) == 1:
             return each[0]
-        return [next((value for value in row if value is not None), None) for row in zip(*each, strict=True)]
+        return [
+            next((value for value, field in zip(row, fields) if not _is_absent(value, field)), row[-1])
+            for row in zip(*each, strict=True)
+        ]
+
+
+def _is_absent(value: Any, field: pa.Field) -> bool:
+    """Return True for no value, and for an empty cell of CSV, where a row may have another column's value."""
+    return value is None or (cell_kind(field) == CSV_CELL and isinstance(value, str) and not value)
 
 
 def bind(schema: pa.Schema, ports: Mapping[str, PortType], needed: Collection[str], maps: Mapping[str, str]) -> Binding:

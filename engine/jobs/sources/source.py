@@ -48,7 +48,7 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None, optional: Collect
     """Open the data of `spec` with its selection; InputError lists the problems.
 
     stdin:    read for `-`; None: the standard input of this process.
-    optional: columns that are read even where the first rows lack them.
+    optional: columns that are read even where the first rows lack them, as are alternatives to a column that they have.
     """
     for package in ("pyarrow", "fsspec"):
         need(package)
@@ -65,7 +65,9 @@ def open_source(spec: DataSpec, stdin: BinaryIO | None = None, optional: Collect
         reader.close()
         raise InputError(f"{_shown(spec)}: the data set is empty")
     if isinstance(reader, LateColumnReader):
-        reader.expect(optional)
+        known = reader.schema.names
+        others = [one for group in alternatives_in(spec.maps) if not set(group).isdisjoint(known) for one in group]
+        reader.expect([*optional, *others])
     return SelectedSource(reader, spec)
 
 

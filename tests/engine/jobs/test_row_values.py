@@ -330,6 +330,21 @@ def test_an_optional_input_has_values_that_the_first_rows_lack(tmp_path: Path) -
         job(tmp_path, data, "out.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("x.csv", "a,b\nx,y\n,y\nx,\n,\n", ["x", "y", "x", ""]),
+        ("x.jsonl", '{"a": "x"}\n{"a": null}\n{"a": null, "b": "y"}\n{"a": "", "b": "y"}\n', ["x", None, "y", ""]),
+    ],
+)
+def test_alternatives_are_read_where_a_row_has_no_value(
+    tmp_path: Path, name: str, text: str, expected: list[Any]
+) -> None:
+    (tmp_path / name).write_text(text)
+    query = DatasetQuery({"v": TEXT}, set(), {"v": "a;b"}, None, 10)
+    assert [chunk.inputs["v"] for chunk in runs_of(tmp_path / name, query).each] == [expected]
+
+
 def test_hive_folders_leave_late_columns_and_kept_values_alone(tmp_path: Path) -> None:
     (tmp_path / "in" / "year=2024").mkdir(parents=True)
     lines = '{"k": 1}\n{"k": 2}\n{"k": 3, "v": {"a": 1}}\n'
