@@ -320,7 +320,7 @@ def test_every_message_is_documented() -> None:
     assert sorted({*shown_rows}) == sorted(kinds)
 
 
-RELIABILITY = [f"{letter}{n}" for letter, last in (("R", 27), ("G", 3), ("S", 18)) for n in range(1, last + 1)]
+RELIABILITY = [f"{letter}{n}" for letter, last in (("R", 27), ("G", 3), ("S", 21)) for n in range(1, last + 1)]
 STATES = ("holds", "partly", "not there")
 CELL_CHARS_MAX = 200
 

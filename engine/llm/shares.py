@@ -18,25 +18,23 @@ class CallerShares:
     """Callers with sequences in the engine, and what they used."""
 
     def __init__(self) -> None:
+        self.contended = False  # whether there are several callers; no property: it is read for each chunk
         self._live: Counter[str] = Counter()
         self._used: dict[str, int] = {}
-
-    @property
-    def contended(self) -> bool:
-        """Return whether there are several callers."""
-        return len(self._live) > 1
 
     def enter(self, caller: str) -> None:
         """Count a sequence of a caller."""
         if caller not in self._live:
             self._used[caller] = min(self._used.values(), default=0)
         self._live[caller] += 1
+        self.contended = len(self._live) > 1
 
     def exit(self, caller: str) -> None:
         """Undo `enter`."""
         self._live[caller] -= 1
         if not self._live[caller]:
             del self._live[caller], self._used[caller]
+            self.contended = len(self._live) > 1
 
     def charge(self, caller: str, tokens: int) -> None:
         """Count computed tokens."""

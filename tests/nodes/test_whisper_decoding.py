@@ -335,8 +335,8 @@ def test_windows_without_speech_have_no_text(timestamps: str, vad: bool) -> None
     node = Whisper(WhisperConfig(str(MODEL), timestamps=timestamps, timestamp_tokens=False, vad=vad))
     node.open(OpenContext(EXAMPLES, items_max=4))
     answer = node.run(Batch({"audio": sounds()}))
-    heard = [text for place, text in enumerate(answer["text"]) if place != 3]
-    assert heard == [QUESTION, "", "", QUESTION] and "shapes" in answer["text"][3]
+    texts = [text for place, text in enumerate(answer["text"]) if place != 3]
+    assert texts == [QUESTION, "", "", QUESTION] and "shapes" in answer["text"][3]
     assert [len(segments) for segments in answer["segments"]][:3] == [1, 0, 0]
     assert len(answer["segments"][4]) == 1
     if timestamps != "none":

@@ -111,11 +111,11 @@ def attention_launches(
     need(0 < splits <= SPLITS_MAX, f"splits is {splits}, 1 to {SPLITS_MAX}")
     split_rows = min(tile_rows, SPLIT_ROWS)
     part_rows = min(rows, sequences * split_rows)
+    parts = part_rows if splits > 1 else 0  # of one split none are written, but the kernel is compiled for both
     shared = {
         "out": out,
-        # with one split nothing is written to them, but the kernel that could is compiled all the same
-        "part_out": query.new_empty(part_rows, heads, splits, value_width, dtype=torch.float32),
-        "part_weight": query.new_empty(part_rows, heads, splits, dtype=torch.float32),
+        "part_out": query.new_empty(parts, heads, splits, value_width, dtype=torch.float32),
+        "part_weight": query.new_empty(parts, heads, splits, dtype=torch.float32),
         "row_starts": row_starts,
         "starts": starts,
         "out_row": out.stride(0),
