@@ -94,12 +94,22 @@ class FairQueue(Generic[T]):
         head = self._head(skip)
         if head is None or head.entry is None:
             raise IndexError("no item is queued")
-        start = head.entry[0]
+        return self._pop_head(head)
+
+    def take(self, item: T, caller: Hashable) -> None:
+        """Remove the first item of a caller, as returned by `first`, and charge its cost."""
+        own = self._callers[caller]
+        if own.items[0][0] is not item:
+            raise ValueError("the item is not the caller's first")
+        self._pop_head(own)
+
+    def _pop_head(self, head: _Caller[T]) -> T:
+        start = max(self._virtual, head.finish) if head.entry is None else head.entry[0]
         item, cost = head.items.popleft()
         self._size -= 1
         self._virtual = max(self._virtual, start)
         head.finish = start + cost
-        head.entry = None
+        head.entry = None  # the heap drops its entry later
         if head.items:
             self._push(head)
         return item

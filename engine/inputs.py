@@ -13,10 +13,10 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,10 +28,11 @@ from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.protocol.values import ARRAYS, LIST_ITEMS_MAX, Packed, is_of, pack, pack_pending
 from weftline.engine.request import options_hint
 from weftline.engine.runtime.byte_budget import RETRY_S, ByteBudget
+from weftline.engine.runtime.decode_process import Cancellation, DecodeProcess, DecodeThreads
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, SessionClosed, StepError
 from weftline.nodes.json_value import encode_json
-from weftline.nodes.media import MediaLimits, encoded, to_value
+from weftline.nodes.media import QUICK_MS, Encoded, MediaLimits, encoded, to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import array_dtype
 from weftline.pipelines.placement.plan import Plan
@@ -42,6 +43,9 @@ from weftline.shm.view import bytes_view
 
 WAIT_MAX_S = 30.0
 """Longest wait of a request without a deadline for room and memory for images and audio."""
+
+_JOBS = ("jobs",)
+"""Key of the rows of jobs in the queues for decoding: a caller of their own."""
 
 DECODE_NICE = 10
 """Nice value of decoding threads: on busy cores, requests that are decoded already run first."""
@@ -72,15 +76,24 @@ class RequestInputs:
         self._outputs = [output.name for output in plan.outputs]
         constants = {one.name: self._constant(one) for one in plan.inputs if one.hidden or one.may_be_left_out}
         at_a_time = max(1, plan.cores - 1)  # one core stays free for everything else
-        self._decoding = ByteBudget(
+        self._quick_decoding = ByteBudget(
             "limits.decode_bytes_max",
             plan.decode_bytes_max,
             holders_max=at_a_time,
             waiting_max=plan.limits.requests_max,
         )
+        # One more than a caller may use, so that the large inputs of one do not stop those of others.
+        self._decoding = ByteBudget(
+            "limits.decode_bytes_max",
+            plan.decode_bytes_max,
+            holders_max=at_a_time + 1,
+            holders_max_of_each=at_a_time,
+            waiting_max=plan.limits.requests_max,
+        )
         # A separate pool: each thread reuses freed memory for its next image, and a slow image does not delay copies.
         # On Linux nice(2) is per thread.
         self._decoders = ThreadPoolExecutor(at_a_time, "weftline-decode", os.nice, (DECODE_NICE,))
+        self._processes = DecodeThreads()
         self._small = {name: ABSENT if one is None else one.inline() for name, one in constants.items() if _small(one)}
         self._large = {name: one for name, one in constants.items() if one is not None and not _small(one)}
 
@@ -153,66 +166,134 @@ class RequestInputs:
         }
         if not self._required <= packed.keys():
             raise self._wrong_names(packed)
-        total, most = sum([one.size_bytes for one in packed.values()]), self._plan.limits.request_bytes_max
+        self._check_total(packed)
+        return packed
+
+    def _check_total(self, packed: Mapping[str, Packed]) -> None:
+        """Refuse inputs that are too large in total; recordings that are not measured count nothing yet."""
+        most = self._plan.limits.request_bytes_max
+        total = sum([one.size_bytes for one in packed.values() if one.measured])
         if total > most:
             raise LimitReached(f"the inputs take {total} bytes; limits.request_bytes_max is {most}")
-        return packed
 
     def place(self, packed: Mapping[str, Packed], runtime: Runtime, job: bool = False) -> dict[str, Value]:
         """Copy large values into the ingress arena (their only copy); small ones go inside the message.
 
         Inputs that were left out have their default, or are absent. LimitReached when the arena has no room now.
         """
+
+        def reserve(sizes: Sequence[int]) -> list[Block]:
+            return runtime.reserve(sizes, job)
+
+        if needs_decoding(packed):
+            return self._decoded(packed, reserve, runtime, DecodeTimeout(None), _JOBS if job else "")
         values, large = self._split(packed)
         if large:
-            blocks = runtime.reserve([one.size_bytes for one in large.values()], job)
+            blocks = reserve([one.size_bytes for one in large.values()])
             with _released_on_error(blocks, runtime):
-                values |= self._decoded(large, blocks, runtime, DecodeTimeout(None))
+                values |= _written(large, blocks, runtime)
         return values
 
     def place_in_turn(self, packed: Mapping[str, Packed], runtime: Runtime, left: DecodeTimeout) -> dict[str, Value]:
-        """Place values that are decoded: wait, in order of arrival, for room in the arena and memory to decode."""
-        values, large = self._split(packed)
-        if large:
-            with left:
-                blocks = runtime.reserve_in_turn([one.size_bytes for one in large.values()]).wait(left.seconds())
-            with _released_on_error(blocks, runtime):
-                values |= self._decoded(large, blocks, runtime, left)
-        return values
+        """Place values that are decoded: wait, fair by caller, for memory to decode and room in the arena."""
+
+        def reserve(sizes: Sequence[int]) -> list[Block]:
+            return runtime.reserve_in_turn(sizes).wait(left.seconds())
+
+        return self._decoded(packed, reserve, runtime, left, "")
+
+    def _decoded(
+        self,
+        packed: Mapping[str, Packed],
+        reserve: Callable[[Sequence[int]], list[Block]],
+        runtime: Runtime,
+        left: DecodeTimeout,
+        caller: Hashable,
+    ) -> dict[str, Value]:
+        """Wait for memory to decode, then decode and place values: quick ones in the calling thread."""
+        decoding = _Decoding.of(packed, left)
+        budget = self._budget(decoding)
+        with left:
+            taken = budget.enter(decoding.working_bytes, caller, decoding.cost_ms).wait(left.seconds())
+            try:
+                if decoding.has_parts_to_prepare:
+                    packed = self._run(decoding, partial(self._prepared, packed))
+                values, large = self._split(packed)
+                if large:
+                    blocks = reserve([one.size_bytes for one in large.values()])
+                    with _released_on_error(blocks, runtime):
+                        values |= self._run(decoding, partial(_written, large, blocks, runtime))
+                return values
+            finally:
+                budget.give_back(taken, caller)
 
     async def place_in_turn_async(
-        self, packed: Mapping[str, Packed], runtime: Runtime, left: DecodeTimeout
+        self, packed: Mapping[str, Packed], runtime: Runtime, left: DecodeTimeout, caller: str = ""
     ) -> dict[str, Value]:
-        """Await `place_in_turn`, decoding in a thread. A cancellation is raised when the thread has ended."""
-        small = {name: one for name, one in packed.items() if one.travels_inline and one.working_bytes}
-        if small:
-            packed = {**packed, **(await self._in_thread(lambda: {name: one.decoded() for name, one in small.items()}))}
-        values, large = self._split(packed)
-        if large:
-            with left:
-                ticket = runtime.reserve_in_turn([one.size_bytes for one in large.values()])
-                blocks = await ticket.wait_async(left.seconds())
-            with _released_on_error(blocks, runtime):
-                with left:
-                    taken = await self._decoding.enter(_working(large)).wait_async(left.seconds())
-                try:
-                    values |= await self._in_thread(lambda: _written(large, blocks, runtime))
-                finally:
-                    self._decoding.give_back(taken)
-        return values
+        """Await `place_in_turn`, decoding in a thread.
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+        A cancellation kills the process that decodes, if there is one, and is raised when the thread has ended.
+        """
+        decoding = _Decoding.of(packed, left)
+        budget = self._budget(decoding)
+        with left:
+            taken = await budget.enter(decoding.working_bytes, caller, decoding.cost_ms).wait_async(left.seconds())
+            try:
+                if decoding.has_parts_to_prepare:
+                    packed = await self._run_async(decoding, partial(self._prepared, packed))
+                values, large = self._split(packed)
+                if large:
+                    ticket = runtime.reserve_in_turn([one.size_bytes for one in large.values()], caller)
+                    blocks = await ticket.wait_async(left.seconds())
+                    with _released_on_error(blocks, runtime):
+                        values |= await self._run_async(decoding, partial(_written, large, blocks, runtime))
+                return values
+            finally:
+                budget.give_back(taken, caller)
+
+    def _budget(self, decoding: _Decoding) -> ByteBudget:
+        return self._quick_decoding if decoding.quick else self._decoding
+
+    def _prepared(self, packed: Mapping[str, Packed]) -> dict[str, Packed]:
+        """Return values with those decoded that travel inside the message; recordings are measured already."""
+        self._check_total(packed)
+        return {
+            name: one.decoded() if one.travels_inline and one.working_bytes else one for name, one in packed.items()
+        }
+
+    def _run(self, decoding: _Decoding, work: Callable[[], T]) -> T:
+        """Run `work` in this thread where it is quick, else in one with a decoding process."""
+        if decoding.quick:
+            return work()
+        running = self._processes.submit(partial(decoding.run, work))
+        try:
+            return running.result()
+        except BaseException:
+            decoding.cancellation.set()
+            wait([running])
+            raise
+
+    async def _run_async(self, decoding: _Decoding, work: Callable[[], T]) -> T:
         """Run `work` in a decoding thread. A cancellation is raised when the thread no longer uses its memory."""
-        running = asyncio.get_running_loop().run_in_executor(self._decoders, work)
+        if decoding.quick:
+            running = asyncio.wrap_future(self._decoders.submit(work))
+        else:
+            running = asyncio.wrap_future(self._processes.submit(partial(decoding.run, work)))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
+            decoding.cancellation.set()
             while not running.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
             if not running.cancelled():
                 running.exception()  # mark it as retrieved, else asyncio logs it
             raise
+
+    def close(self) -> None:
+        """End the decoding processes; called when no request is left. Safe to call twice."""
+        self._processes.close()
+        self._decoders.shutdown(wait=False)
 
     def _split(self, packed: Mapping[str, Packed]) -> tuple[dict[str, Value], dict[str, Packed]]:
         """Return the values that travel inside the message, and those that need room in the arena."""
@@ -224,20 +305,6 @@ class RequestInputs:
             else:
                 large[name] = one
         return values, large
-
-    def _decoded(
-        self, large: Mapping[str, Packed], blocks: Sequence[Block], runtime: Runtime, left: DecodeTimeout
-    ) -> dict[str, Value]:
-        """Write values into their blocks; wait first for memory if any is to be decoded."""
-        working = _working(large)
-        if not working:
-            return _written(large, blocks, runtime)
-        with left:
-            taken = self._decoding.enter(working).wait(left.seconds())
-        try:
-            return _written(large, blocks, runtime)
-        finally:
-            self._decoding.give_back(taken)
 
     def release(self, values: Mapping[str, Value], runtime: Runtime) -> None:
         """Release what `place` reserved for a request that is not submitted."""
@@ -299,15 +366,20 @@ class DecodeTimeout:
     """Time limit for a request to wait until it can be decoded: its deadline, and at most WAIT_MAX_S.
 
     As a context manager it converts TimeoutError into DeadlineExceeded or LimitReached.
+
+    until_s: time.monotonic() of the deadline, at which decoding ends too; None without one.
     """
 
     def __init__(self, budget_ms: float | None) -> None:
         """budget_ms: time left until the request's deadline; None without a deadline."""
         self._late = budget_ms is not None and budget_ms / 1000 < WAIT_MAX_S
-        self._until_s = time.monotonic() + (budget_ms / 1000 if budget_ms is not None and self._late else WAIT_MAX_S)
+        now_s = time.monotonic()
+        self._wait_until_s = now_s + (budget_ms / 1000 if budget_ms is not None and self._late else WAIT_MAX_S)
+        self.until_s = None if budget_ms is None else now_s + budget_ms / 1000
 
     def seconds(self) -> float:
-        return max(0.0, self._until_s - time.monotonic())
+        """Return the longest time to wait from now."""
+        return max(0.0, self._wait_until_s - time.monotonic())
 
     def __enter__(self) -> None:
         return None
@@ -315,8 +387,10 @@ class DecodeTimeout:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if not isinstance(error, TimeoutError):
             return
-        if self._late:
-            raise DeadlineExceeded("the deadline passed while the request waited for memory for its inputs") from None
+        if self.until_s is not None and time.monotonic() >= self.until_s:
+            raise DeadlineExceeded(
+                "the deadline passed while the request waited for memory for its inputs or decoded them"
+            ) from None
         message = (
             f"no memory for the request's inputs within {WAIT_MAX_S:g} s (limits.arena_bytes, limits.decode_bytes_max)"
         )
@@ -328,8 +402,45 @@ def needs_decoding(packed: Mapping[str, Packed]) -> bool:
     return any(one.working_bytes for one in packed.values())
 
 
-def _working(large: Mapping[str, Packed]) -> int:
-    return max(one.working_bytes for one in large.values())
+def _working(packed: Mapping[str, Packed]) -> int:
+    return max(one.working_bytes for one in packed.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Decoding of one request's values.
+
+    sources:       their encoded parts.
+    working_bytes: peak memory of it beside the values.
+    cost_ms:       about the most processor time.
+    """
+
+    sources: Sequence[Encoded]
+    working_bytes: int
+    cost_ms: float
+    cancellation: Cancellation
+
+    @classmethod
+    def of(cls, packed: Mapping[str, Packed], left: DecodeTimeout) -> _Decoding:
+        sources = [one for value in packed.values() for one in value.sources()]
+        working = max(one.working_bytes for one in packed.values())
+        return cls(sources, working, max(0.1, sum(one.decode_ms for one in sources)), Cancellation(left.until_s))
+
+    @property
+    def quick(self) -> bool:
+        """True if the calling process decodes them; they are many only where all together are quick."""
+        return self.cost_ms <= QUICK_MS and all(one.measured for one in self.sources)
+
+    @property
+    def has_parts_to_prepare(self) -> bool:
+        """True if a recording is to be measured, or a value that travels inside the message is to be decoded."""
+        return any(not one.measured or one.size_bytes <= INLINE_BYTES_MAX for one in self.sources)
+
+    def run(self, work: Callable[[], T], process: DecodeProcess) -> T:
+        """Run `work`, for which the parts are decoded by a process."""
+        for one in self.sources:
+            process.decodes(one, self.cancellation)
+        return work()
 
 
 def _written(large: Mapping[str, Packed], blocks: Sequence[Block], runtime: Runtime) -> dict[str, Value]:
@@ -368,7 +479,7 @@ def _encoded(type: PortType, raw: Any, limits: MediaLimits, what: str) -> Packed
         raise InputError(f"{what}: {error}") from None
     if one is None:
         return None
-    return Packed(one.kind, ARRAYS[one.kind][0] or "", encoded=replace(one, decode=partial(_named, what, one.decode)))
+    return Packed(one.kind, ARRAYS[one.kind][0] or "", encoded=replace(one, name=what))
 
 
 def _element(type: PortType, raw: Any, limits: MediaLimits, what: str, at: int) -> Packed:
@@ -381,13 +492,6 @@ def _element(type: PortType, raw: Any, limits: MediaLimits, what: str, at: int) 
     except (InputError, StepError) as error:
         message = str(error)
         raise InputError(message if message.startswith(what) else f"{where}: {message}") from None
-
-
-def _named(what: str, decode: Callable[[np.ndarray], tuple[int, ...]], buffer: np.ndarray) -> tuple[int, ...]:
-    try:
-        return decode(buffer)
-    except InputError as error:
-        raise InputError(f"{what}: {error}") from None
 
 
 def _as_it_travels(raw: Packed, type: PortType, limits: MediaLimits, what: str) -> Packed:

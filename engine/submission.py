@@ -176,7 +176,7 @@ class Submitter:
 
             values = version.inputs.try_inline(inputs)
             if values is None:
-                values = await _place_async(version, inputs, paths, options, started_ms)
+                values = await _place_async(version, inputs, paths, options, started_ms, caller)
             event = submission(version, request, values, options, started_ms, caller=caller)
             runtime.submit(event, listen, loop)
             try:
@@ -230,7 +230,7 @@ class Submitter:
             reader = AsyncReader(unread, lambda: runtime.post_if(unread.may_resume), loop)
             runtime.check_descriptors()
             started_ms = runtime.clock.now_ms()
-            values = await _place_async(version, inputs, paths, options, started_ms)
+            values = await _place_async(version, inputs, paths, options, started_ms, caller)
             event = submission(version, request, values, options, started_ms, pieces=True, caller=caller)
             runtime.submit(event, _listener(version, reader.put))
             while isinstance(item := await reader.get(), StreamedOutput):
@@ -336,7 +336,12 @@ def _try_place(
 
 
 async def _place_async(
-    version: Version, inputs: Mapping[str, Any], paths: bool, options: RequestOptions, started_ms: float
+    version: Version,
+    inputs: Mapping[str, Any],
+    paths: bool,
+    options: RequestOptions,
+    started_ms: float,
+    caller: str,
 ) -> dict[str, Value]:
     """Check and place the inputs of a request; reading, decoding and large copies run in a thread."""
     converter, runtime, job = version.inputs, version.runtime, options.job
@@ -346,7 +351,8 @@ async def _place_async(
         packed = await asyncio.to_thread(converter.pack, inputs, paths=paths)
     decodes = needs_decoding(packed)
     if decodes and not job:
-        return await converter.place_in_turn_async(packed, runtime, _decode_timeout(version, options, started_ms))
+        timeout = _decode_timeout(version, options, started_ms)
+        return await converter.place_in_turn_async(packed, runtime, timeout, caller)
     if not decodes and sum([one.size_bytes for one in packed.values()]) < THREAD_COPY_BYTES:
         return converter.place(packed, runtime, job)
     # A future and no task: asyncio.run cancels every task at its end, and the result of this one would be lost.

@@ -74,6 +74,7 @@ class Version:
         while self._open and not self.runtime.closed and time.monotonic() < until:
             time.sleep(DRAIN_POLL_S)
         self.runtime.close(end)
+        self.inputs.close()
 
 
 class Versions:
@@ -154,6 +155,7 @@ class Versions:
                     self.opening, self._draining = None, old
             except BaseException:
                 version.runtime.close()
+                version.inputs.close()
                 raise
             finally:
                 self.opening = None

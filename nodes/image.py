@@ -41,6 +41,29 @@ the picture; coefficients of a progressive JPEG take up to 8 more, and libwebp's
 WORKING_BYTES_LEAST = 4 << 20
 """Minimum memory of decoding: bands of rows, and a decoder's tables."""
 
+NS_PER_PIXEL: Mapping[str, int] = {"PNG": 50, "JPEG": 8, "WEBP": 30, "BMP": 4, "GIF": 20}
+NS_PER_PIXEL_OF_SCAN = 3
+NS_PER_METADATA_BYTE = 250
+"""Time of decoding, in nanoseconds on a core of 2.5 GHz: by pixel, by pixel and scan where a JPEG has several, and by
+byte of metadata, of which EXIF is parsed in Python."""
+
+NS_PER_RLE_BYTE = 1_000
+"""Time by byte of a run-length encoded BMP, which Pillow decodes in Python."""
+
+MARKERS_MAX = 1_000
+"""Most markers of a JPEG before its first scan, fill bytes included, and most chunks of a WebP: decoders parse them one
+by one. A large colour profile takes 40."""
+
+CHUNKS_MAX = 10_000
+"""Most chunks of a PNG, and blocks of a GIF before its first frame: 80 MB in the usual chunks of 8 KiB."""
+
+SCANS_MAX, SCANS_LEAST, SCAN_PIXELS_MAX = 100, 16, 256_000_000
+"""Most scans of a JPEG, at most SCAN_PIXELS_MAX pixels in all scans together, or SCANS_LEAST scans. Encoders write 1 to
+12; a scan that says nothing new has some bytes, and costs a pass over all pixels."""
+
+_SEARCH_BYTES = 1 << 20
+"""Bytes that are searched at a time: other threads run in between."""
+
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """JPEG markers that carry the picture's size: SOF0 to SOF15 without DHT, JPG and DAC."""
 
@@ -48,15 +71,25 @@ _JPEG_BARE = {0x01, *range(0xD0, 0xD9)}
 """JPEG markers without a length."""
 
 
+_CORRUPT = "the picture is corrupt or truncated: its {} data cannot be decoded"
+
+
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """A picture's claims. `metadata_bytes`: colour profiles, EXIF, text and application data before the picture."""
+    """A picture's claims.
+
+    metadata_bytes: colour profiles, EXIF, text and application data before the picture.
+    scans:          passes over the pixels, of a JPEG; at least as many as there are. 0: the first is not found.
+    ns_per_byte:    most time of decoding by encoded size, in nanoseconds.
+    """
 
     format: str
     width: int
     height: int
     frames: int = 1
     metadata_bytes: int = 0
+    scans: int = 1
+    ns_per_byte: int = 1
 
     @property
     def pixels(self) -> int:
@@ -66,6 +99,12 @@ class ImageHeader:
     def working_bytes(self) -> int:
         """Working memory of decoding besides its result."""
         return self.pixels * WORKING_BYTES_PER_PIXEL[self.format] + WORKING_BYTES_LEAST
+
+    def decode_ms(self, encoded_bytes: int) -> float:
+        """Return about the most processor time that decoding takes, in milliseconds."""
+        ns_per_pixel = NS_PER_PIXEL[self.format] + (NS_PER_PIXEL_OF_SCAN * self.scans if self.scans > 1 else 0)
+        metadata = self.metadata_bytes * NS_PER_METADATA_BYTE
+        return (self.pixels * ns_per_pixel + encoded_bytes * self.ns_per_byte + metadata) / 1e6
 
 
 def read_header(data: bytes) -> ImageHeader:
@@ -78,7 +117,7 @@ def read_header(data: bytes) -> ImageHeader:
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _webp(data)
         if data.startswith((b"GIF87a", b"GIF89a")):
-            return ImageHeader("GIF", *struct.unpack_from("<HH", data, 6))
+            return _gif(data)
         if data.startswith(b"BM"):
             return _bmp(data)
     except (struct.error, IndexError):
@@ -95,7 +134,9 @@ def _png(data: bytes) -> ImageHeader:
         raise InputError("the picture is corrupt: a PNG without its header chunk")
     width, height = struct.unpack_from(">II", data, 16)
     at, metadata, frames = 8, 0, 1
-    while at + 8 <= len(data):
+    for _ in range(CHUNKS_MAX):
+        if at + 8 > len(data):
+            break
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind in (b"iCCP", b"eXIf", b"tEXt", b"zTXt", b"iTXt"):
             metadata += length
@@ -104,12 +145,17 @@ def _png(data: bytes) -> ImageHeader:
         elif kind == b"IEND":
             break
         at += 12 + length
+    else:
+        raise InputError(f"a PNG of more than {CHUNKS_MAX} chunks")
     return ImageHeader("PNG", width, height, frames, metadata)
 
 
 def _jpeg(data: bytes) -> ImageHeader:
-    at, metadata = 2, 0
-    while True:
+    """Return the claims of a JPEG, whose markers are parsed up to its first scan."""
+    at, metadata, size = 2, 0, None
+    for _ in range(MARKERS_MAX):
+        if size is not None and (at + 4 > len(data) or data[at] != 0xFF):
+            return ImageHeader("JPEG", *size, 1, metadata, scans=0)
         if data[at] != 0xFF:
             raise InputError("the picture is corrupt: a JPEG marker is missing")
         marker = data[at + 1]
@@ -122,12 +168,42 @@ def _jpeg(data: bytes) -> ImageHeader:
         length = struct.unpack_from(">H", data, at + 2)[0]
         if marker in _JPEG_SIZES:
             height, width = struct.unpack_from(">HH", data, at + 5)
-            return ImageHeader("JPEG", width, height, 1, metadata)
-        if marker in (0xDA, 0xD9):
-            raise InputError("the picture is corrupt: a JPEG without a size before its data")
-        if 0xE0 <= marker <= 0xEF or marker == 0xFE:
+            size = (width, height)
+        elif marker in (0xDA, 0xD9):
+            if size is None:
+                raise InputError("the picture is corrupt: a JPEG without a size before its data")
+            return ImageHeader("JPEG", *size, 1, metadata, 1 + _count(data, b"\xff\xda", at + 2))
+        elif 0xE0 <= marker <= 0xEF or marker == 0xFE:
             metadata += length
         at += 2 + length
+    raise InputError(f"a JPEG of more than {MARKERS_MAX} markers and fill bytes before its picture")
+
+
+def _count(data: bytes, found: bytes, start: int) -> int:
+    """Return how often two bytes occur; more than SCANS_MAX are not counted."""
+    count = 0
+    for at in range(start, len(data), _SEARCH_BYTES):
+        count += data.count(found, at, at + _SEARCH_BYTES + 1)
+        if count > SCANS_MAX:
+            break
+    return count
+
+
+def _gif(data: bytes) -> ImageHeader:
+    """Return the claims of a GIF; its blocks before the first frame are counted."""
+    width, height, flags = struct.unpack_from("<HHB", data, 6)
+    at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    in_extension = False
+    for _ in range(CHUNKS_MAX):
+        if at >= len(data) or (not in_extension and data[at] in (0x2C, 0x3B)):
+            return ImageHeader("GIF", width, height, metadata_bytes=min(at, len(data)))
+        if in_extension:
+            in_extension = data[at] != 0
+            at += 1 + data[at]
+        else:  # bytes between blocks are skipped by the decoder too
+            in_extension = data[at] == 0x21
+            at += 2 if in_extension else 1
+    raise InputError(f"a GIF of more than {CHUNKS_MAX} blocks before its first frame")
 
 
 def _webp(data: bytes) -> ImageHeader:
@@ -148,18 +224,22 @@ def _webp(data: bytes) -> ImageHeader:
 
 def _webp_metadata(data: bytes) -> int:
     at, metadata = 12, 0
-    while at + 8 <= len(data):
+    for _ in range(MARKERS_MAX):
+        if at + 8 > len(data):
+            return metadata
         kind, length = struct.unpack_from("<4sI", data, at)
         metadata += length if kind in (b"ICCP", b"EXIF", b"XMP ") else 0
         at += 8 + length + (length & 1)
-    return metadata
+    raise InputError(f"a WebP of more than {MARKERS_MAX} chunks")
 
 
 def _bmp(data: bytes) -> ImageHeader:
     if struct.unpack_from("<I", data, 14)[0] < 40:
         raise InputError("a BMP of a form older than Windows 3; save it as PNG")
     width, height = struct.unpack_from("<ii", data, 18)
-    return ImageHeader("BMP", abs(width), abs(height))  # a negative height is a top-down picture
+    compressed = len(data) > 30 and data[30] in (1, 2)  # run-length encoding of 8 and 4 bits
+    ns_per_byte = NS_PER_RLE_BYTE if compressed else 1
+    return ImageHeader("BMP", abs(width), abs(height), ns_per_byte=ns_per_byte)  # a negative height: top-down
 
 
 PIXELS_MAX = 16_000_000
@@ -234,7 +314,7 @@ def _decoding(format: str) -> Iterator[None]:
     except (
         Exception
     ):  # decoders raise nearly anything on hostile bytes: OSError, SyntaxError, struct.error, KeyError ...
-        raise InputError(f"the picture is corrupt or truncated: its {format} data cannot be decoded") from None
+        raise InputError(_CORRUPT.format(format)) from None
 
 
 def check_header(header: ImageHeader, pixels_max: int) -> None:
@@ -245,6 +325,12 @@ def check_header(header: ImageHeader, pixels_max: int) -> None:
     if header.metadata_bytes > METADATA_BYTES_MAX:
         found = f"{header.metadata_bytes} bytes of colour profile and metadata"
         raise InputError(f"a picture with {found}; the most is {METADATA_BYTES_MAX}")
+    if not header.scans:
+        raise InputError(_CORRUPT.format(header.format))
+    scans_max = max(SCANS_LEAST, min(SCANS_MAX, SCAN_PIXELS_MAX // header.pixels))
+    if header.scans > scans_max:
+        found = f"a JPEG of more than {header.scans - 1} scans" if header.scans > SCANS_MAX else f"{header.scans} scans"
+        raise InputError(f"{found} for {header.pixels} pixels; the most is {scans_max}\n    fix: save it again")
 
 
 def _check_size(width: int, height: int, pixels_max: int) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,25 +116,57 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
 
 
+QUICK_MS = 25.0
+"""Most estimated time of decoding in the caller's process; what takes longer is decoded in a decoding process."""
+
+UNKNOWN_BYTES = 1 << 30
+"""Stand-in for the size of a recording until it is measured: more than any value that is sent inside a message."""
+
+
 @dataclass(slots=True)
 class Encoded:
     """A picture or recording within limits by its header, which is not decoded yet.
 
+    kind:          `image` or `audio`.
+    data:          the encoded bytes.
+    limit:         pixels_max or seconds_max.
     size_bytes:    what it decodes to.
     working_bytes: memory for decoding besides that.
+    decode_ms:     about the most processor time that decoding takes.
+    measured:      False while `size_bytes` is not known, because only decoding shows the length of a recording.
     decode:        fills flat bytes of that size and returns the value's shape; InputError when it is corrupt.
     shape:         the value's, once it is decoded.
+    name:          of the input, for errors.
     """
 
     kind: str
+    data: bytes
+    limit: float
     size_bytes: int
     working_bytes: int
+    decode_ms: float
     decode: Callable[[np.ndarray], tuple[int, ...]]
+    measured: bool = True
     shape: tuple[int, ...] = ()
+    name: str = ""
+
+    @property
+    def quick(self) -> bool:
+        """True if it may be decoded in the caller's process."""
+        return self.measured and self.decode_ms <= QUICK_MS
 
     def decode_into(self, buffer: memoryview) -> None:
         """Decode into a buffer of exactly `size_bytes`."""
-        self.shape = self.decode(np.frombuffer(buffer, np.uint8))
+        with self.named_errors():
+            self.shape = self.decode(np.frombuffer(buffer, np.uint8))
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Put the input's name before the text of an InputError."""
+        try:
+            yield
+        except InputError as error:
+            raise (InputError(f"{self.name}: {error}") if self.name else error) from None
 
 
 def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
@@ -145,10 +178,38 @@ def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
         return None
     data = _within(raw, limits, type.kind)
     if type.kind == "image":
-        header = image.image_claim(data, limits.pixels_max)
-        return Encoded("image", header.pixels * 3, header.working_bytes, partial(_decode_image, data, header))
-    claim = audio.audio_claim(data, limits.seconds_max)
-    return Encoded("audio", claim.samples * 4, audio.WORKING_BYTES, partial(_decode_audio, data, claim))
+        return encoded_image(data, limits.pixels_max)
+    audio.check_magic(data)
+    if audio.has_exact_header(data):
+        return measured_audio(data, limits.seconds_max)
+    return Encoded(
+        "audio",
+        data,
+        limits.seconds_max,
+        UNKNOWN_BYTES,
+        audio.WORKING_BYTES,
+        1.0 + len(data) * audio.NS_PER_ENCODED_BYTE / 1e6,
+        _not_measured,
+        measured=False,
+    )
+
+
+def encoded_image(data: bytes, pixels_max: int) -> Encoded:
+    """Return the decoding of a picture. InputError: its header is over a limit, or corrupt."""
+    header = image.image_claim(data, pixels_max)
+    cost_ms = header.decode_ms(len(data))
+    decode = partial(_decode_image, data, header)
+    return Encoded("image", data, pixels_max, header.pixels * 3, header.working_bytes, cost_ms, decode)
+
+
+def measured_audio(data: bytes, seconds_max: float) -> Encoded:
+    """Return the decoding of a recording, whose samples are counted where its header has no exact figure.
+
+    InputError: it is over a limit, or corrupt.
+    """
+    claim = audio.audio_claim(data, seconds_max)
+    decode = partial(_decode_audio, data, claim)
+    return Encoded("audio", data, seconds_max, claim.samples * 4, audio.WORKING_BYTES, claim.decode_ms, decode)
 
 
 def _decode_image(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, ...]:
@@ -158,6 +219,10 @@ def _decode_image(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple
 def _decode_audio(data: bytes, claim: audio.AudioClaim, buffer: np.ndarray) -> tuple[int, ...]:
     audio.decode_audio_into(data, claim, buffer.view(np.float32))
     return (claim.samples,)
+
+
+def _not_measured(buffer: np.ndarray) -> tuple[int, ...]:
+    raise RuntimeError("a recording is decoded before it is measured")
 
 
 def _within(raw: Any, limits: MediaLimits, kind: str) -> Any:

@@ -86,6 +86,19 @@ class Packed(msgspec.Struct, frozen=True):
             return self.encoded.working_bytes
         return max((one.working_bytes for one in self.items if isinstance(one, Packed)), default=0) if self.items else 0
 
+    def sources(self) -> Iterator[Encoded]:
+        """Yield all parts that are still to be decoded."""
+        if self.encoded is not None:
+            yield self.encoded
+        for one in self.items or ():
+            if isinstance(one, Packed):
+                yield from one.sources()
+
+    @property
+    def measured(self) -> bool:
+        """True if `size_bytes` is known."""
+        return not self.working_bytes or all(one.measured for one in self.sources())
+
     def decoded(self) -> Packed:
         """Return an equal value with all encoded parts decoded."""
         if self.encoded is not None:

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class Runtime:
         self._finished: list[tuple[Listener, ev.ForCaller]] = []  # to be called at the end of this turn
         self._input_queue: WaitQueue[list[Block]] = WaitQueue(
             self._lock,
-            self.scheduler.give_up,
+            lambda ticket, blocks: self.scheduler.give_up(blocks),
             plan.limits.requests_max,
             "shared memory for inputs is full (limits.arena_bytes)",
         )
@@ -232,12 +232,12 @@ class Runtime:
             self._copied_in_bytes += sum(sizes)
             return blocks
 
-    def reserve_in_turn(self, sizes: Sequence[int]) -> Ticket[list[Block]]:
-        """Queue for blocks of the ingress arena, first in first out; LimitReached when the queue is full."""
+    def reserve_in_turn(self, sizes: Sequence[int], caller: Hashable = "") -> Ticket[list[Block]]:
+        """Queue for blocks of the ingress arena, fair by caller; LimitReached when the queue is full."""
         with self._lock:
             self._check_open()
             self.scheduler.check_inputs_fit(sizes)
-            return self._input_queue.enter(lambda: self._try_lease(sizes))
+            return self._input_queue.enter(lambda: self._try_lease(sizes), caller, max(1, sum(sizes)))
 
     def _try_lease(self, sizes: Sequence[int]) -> list[Block] | None:
         blocks = self.scheduler.try_lease_inputs(sizes)
@@ -343,7 +343,7 @@ class Runtime:
                 self.fleet.send(command.worker, command.message)
             else:
                 self._actions[type(command)](command)
-        if self._input_queue.waiting:
+        if len(self._input_queue):
             self._input_queue.stir()  # any event may have released blocks
 
     def _notify(self, command: ev.ForCaller) -> None:

@@ -1,0 +1,375 @@
+"""Decoding process: decodes pictures and recordings for one thread of another process, within time and memory.
+
+A decoder runs for as long as its input makes it, and no Python thread can be stopped. In a process of its own it can be
+killed: when its job takes longer than its limit, when the request's deadline passes, or when its caller is gone. The
+process is started by exec for the first job, with one end of a socket pair and a memory file, with the privileges of a
+worker. It has no descriptors but these. It ends with the thread that started it.
+
+    socket: a job and its reply, as MessagePack, one of each at a time
+    file:   the decoded bytes at 0, the encoded bytes behind them; read and written by the parent, mapped by the child
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from weftline.engine.protocol.channel import Channel, ChannelClosed
+from weftline.engine.runtime.descendants import VARIABLE
+from weftline.engine.runtime.processes import minimal_environment, no_process
+from weftline.engine.worker.hardening import harden
+from weftline.errors import InputError, LimitReached, RequestCancelled, SessionClosed, WeftlineError
+from weftline.nodes.media import Encoded, encoded_image, measured_audio
+
+NICE = 10
+"""Nice value of the process: on busy cores, requests that are decoded already run first."""
+
+TIME_LEAST_S, TIME_FACTOR = 5.0, 10.0
+"""Longest time of a job: this and so many times its estimate; a machine may be busy."""
+
+MEMORY_BYTES = 256 << 20
+"""Address space for a job besides what its header claims: libraries that it loads, and allocators."""
+
+END_MAX_S = 5.0
+"""Longest wait for a thread at its end; a job in it has been cancelled then."""
+
+IDLE_S = 30.0
+"""Time without a job after which a process and its thread end."""
+
+_PAGE_BYTES = mmap.PAGESIZE
+
+T = TypeVar("T")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One picture or recording. limit: pixels_max or seconds_max. size_bytes: None: measure it, and do not decode."""
+
+    kind: str
+    limit: float
+    encoded_bytes: int
+    size_bytes: int | None
+    working_bytes: int
+    time_max_s: float
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The shape of a decoded value, or its size; or the text of an InputError."""
+
+    shape: tuple[int, ...] = ()
+    size_bytes: int = 0
+    decode_ms: float = 0.0
+    error: str | None = None
+
+
+_decode_job = msgspec.msgpack.Decoder(Job).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+class Cancellation:
+    """End of interest in a job, set from another thread; kills the process that decodes for it. Thread-safe.
+
+    until_s: time.monotonic() of the deadline; None without one.
+    """
+
+    def __init__(self, until_s: float | None = None) -> None:
+        self.until_s = until_s
+        self._lock = threading.Lock()
+        self._set = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        with self._lock:
+            self._set = True
+            if self._process is not None:
+                self._process.kill()
+
+    @contextlib.contextmanager
+    def kills(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        """Kill the process if this is set meanwhile. RequestCancelled: it is set already."""
+        with self._lock:
+            if self._set:
+                raise RequestCancelled("the request was cancelled while its inputs were decoded")
+            self._process = process
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
+
+
+class DecodeProcess:
+    """The process, seen from the thread that owns it, which starts and ends it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._file = -1
+
+    def decodes(self, one: Encoded, cancellation: Cancellation) -> None:
+        """Let this process decode a value when it is written; a recording is measured now. Errors as in `decode`."""
+        if not one.measured:
+            with one.named_errors():
+                self._measure(one, cancellation)
+        one.decode = lambda buffer: self.decode(one, buffer, cancellation)
+
+    def _measure(self, one: Encoded, cancellation: Cancellation) -> None:
+        reply = self._run(one, None, cancellation)
+        if reply.size_bytes % 4 or not 0 < reply.size_bytes <= one.limit * 4 * 16_001:
+            self.end()
+            raise WeftlineError(_DIED)
+        one.size_bytes, one.decode_ms, one.measured = reply.size_bytes, reply.decode_ms, True
+
+    def decode(self, one: Encoded, buffer: np.ndarray, cancellation: Cancellation) -> tuple[int, ...]:
+        """Decode into flat bytes and return the value's shape.
+
+        InputError: it is corrupt, or takes more time or memory than it may. TimeoutError: the deadline passed.
+        RequestCancelled: the cancellation was set. LimitReached: no process can be started.
+        """
+        reply = self._run(one, len(buffer), cancellation)
+        item_bytes = 1 if one.kind == "image" else 4
+        if min(reply.shape, default=0) < 1 or int(np.prod(reply.shape)) * item_bytes != len(buffer):
+            self.end()
+            raise WeftlineError(_DIED)
+        view = buffer.data.cast("B")
+        done = 0
+        while done < len(view):
+            done += os.preadv(self._file, [view[done:]], done)
+        return reply.shape
+
+    def end(self) -> None:
+        """End the process and free its memory. Safe to call twice."""
+        channel, self._channel = self._channel, None
+        process, self._process = self._process, None
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _run(self, one: Encoded, size_bytes: int | None, cancellation: Cancellation) -> Reply:
+        time_max_s = TIME_LEAST_S + TIME_FACTOR * one.decode_ms / 1e3
+        until_s = time.monotonic() + time_max_s
+        if cancellation.until_s is not None:
+            until_s = min(until_s, cancellation.until_s)
+        process, channel = self._started()
+        job = Job(one.kind, one.limit, len(one.data), size_bytes, one.working_bytes, time_max_s)
+        try:
+            with cancellation.kills(process):
+                self._write(one.data, _input_at(size_bytes))
+                channel.send(msgspec.msgpack.encode(job))
+                reply = _decode_reply(_received(channel, until_s))
+        except TimeoutError:
+            self.end()
+            if cancellation.until_s is not None and time.monotonic() >= cancellation.until_s:
+                raise
+            raise InputError(f"decoding was not done after {time_max_s:.1f} s, its limit") from None
+        except (ChannelClosed, OSError, msgspec.MsgspecError):
+            self.end()
+            if cancellation.is_set:
+                raise RequestCancelled("the request was cancelled while its inputs were decoded") from None
+            raise InputError(
+                "the decoder ended while it decoded this: it is corrupt, or takes too much memory"
+            ) from None
+        if reply.error is not None:
+            raise InputError(reply.error)
+        return reply
+
+    def _write(self, data: bytes, at: int) -> None:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], at + done)
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], Channel]:
+        if self._process is not None and self._channel is not None and self._process.poll() is None:
+            return self._process, self._channel
+        self.end()
+        try:
+            self._file = os.memfd_create("weftline-decode", os.MFD_CLOEXEC)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._channel = Channel(ours, blocking=False)
+                fds = (theirs.fileno(), self._file)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", __name__, *map(str, fds), str(os.getpid())],
+                    pass_fds=fds,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # decoders print about corrupt files
+                    env=_environment(os.environ),
+                    start_new_session=True,
+                )
+        except (OSError, RuntimeError):
+            self.end()
+            raise LimitReached(f"a picture or recording cannot be decoded: {no_process()}", 1.0) from None
+        return self._process, self._channel
+
+
+class DecodeThreads:
+    """Threads with a decoding process each, started when they are needed, ended when they are idle. Thread-safe."""
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._lock = threading.Lock()
+        self._jobs: SimpleQueue[Callable[[DecodeProcess], None]] = SimpleQueue()
+        self._threads: set[threading.Thread] = set()
+        self._queued = 0  # or being done
+        self._closed = False
+
+    def submit(self, work: Callable[[DecodeProcess], T]) -> Future[T]:
+        """Run `work` in a thread, with its process. The caller limits the number of jobs at a time."""
+        done: Future[T] = Future()
+
+        def run(process: DecodeProcess) -> None:
+            try:
+                done.set_result(work(process))
+            except BaseException as error:
+                done.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                raise SessionClosed("the session is closed")
+            if self._queued >= len(self._threads):
+                thread = threading.Thread(target=self._run, name="weftline-decode-slow", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # Python's error when the system starts no more threads
+                    raise LimitReached(f"a picture or recording cannot be decoded: {no_process()}", 1.0) from None
+                self._threads.add(thread)
+            self._queued += 1
+            self._jobs.put(run)
+        return done
+
+    def close(self) -> None:
+        """End all threads and their processes once they are done; further jobs are refused. Safe to call twice."""
+        with self._lock:
+            threads = list(self._threads)
+            if not self._closed:
+                self._closed = True
+                for _ in threads:
+                    self._jobs.put(_no_job)
+        for thread in threads:
+            thread.join(END_MAX_S)
+
+    def _run(self) -> None:
+        process = DecodeProcess()
+        try:
+            while (job := self._next()) is not None:
+                job(process)
+                with self._lock:
+                    self._queued -= 1
+        finally:
+            process.end()
+
+    def _next(self) -> Callable[[DecodeProcess], None] | None:
+        """Return the next job; None when this thread is to end."""
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._idle_s)
+            except Empty:
+                with self._lock:
+                    if self._queued >= len(self._threads):  # one is just being queued for this thread
+                        continue
+                    self._threads.discard(threading.current_thread())
+                    return None
+            return None if job is _no_job else job
+
+
+def _no_job(process: DecodeProcess) -> None:
+    """End a thread."""
+
+
+_DIED = "the process that decodes pictures and recordings sent an invalid reply"
+
+
+def _environment(parent: Mapping[str, str]) -> dict[str, str]:
+    mark = {VARIABLE: parent[VARIABLE]} if VARIABLE in parent else {}  # a worker ends what it started
+    return minimal_environment(parent) | mark
+
+
+def _input_at(size_bytes: int | None) -> int:
+    return -(-(size_bytes or 0) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _received(channel: Channel, until_s: float) -> bytes:
+    """Return the next message; TimeoutError when it is not there in time."""
+    readable = select.poll()
+    readable.register(channel.fileno(), select.POLLIN)
+    while True:
+        if not readable.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+            raise TimeoutError
+        if messages := channel.receive():
+            return messages[0]
+
+
+def main(arguments: list[str]) -> None:
+    """Do jobs until the parent is gone."""
+    socket_fd, file, parent = map(int, arguments)
+    harden(parent)
+    os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=socket_fd), blocking=True)
+    own_bytes = _address_space()
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            for message in channel.receive():
+                job = _decode_job(message)
+                _limit(job, own_bytes)
+                channel.send(msgspec.msgpack.encode(_done(job, file)))
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE_BYTES
+
+
+def _limit(job: Job, own_bytes: int) -> None:
+    """Set the limits of this process for one job; the parent's are the same or lower, but the parent may be stopped."""
+    most = own_bytes + MEMORY_BYTES + 2 * job.working_bytes + 2 * job.encoded_bytes + (job.size_bytes or 0)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = int(used.ru_utime + used.ru_stime + job.time_max_s) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _done(job: Job, file: int) -> Reply:
+    try:
+        data = os.pread(file, job.encoded_bytes, _input_at(job.size_bytes))
+        one = encoded_image(data, int(job.limit)) if job.kind == "image" else measured_audio(data, job.limit)
+        if job.size_bytes is None:
+            return Reply(size_bytes=one.size_bytes, decode_ms=one.decode_ms)
+        if one.size_bytes != job.size_bytes:
+            return Reply(error="another size than its header claims")
+        one.decode_into(memoryview(mmap.mmap(file, job.size_bytes)))
+        return Reply(one.shape)
+    except InputError as error:
+        return Reply(error=str(error))
+    except MemoryError:
+        return Reply(error="it takes more memory than its header claims")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
