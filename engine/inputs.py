@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.protocol.values import ARRAYS, LIST_ITEMS_MAX, Packed, is_of, pack, pack_pending
 from weftline.engine.request import options_hint
 from weftline.engine.runtime.byte_budget import RETRY_S, ByteBudget
-from weftline.engine.runtime.decode_process import Cancellation, DecodeProcess, DecodeThreads
+from weftline.engine.runtime.decode_process import DecodeProcess, DecodeThreads, Interest
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.errors import DeadlineExceeded, InputError, LimitReached, SessionClosed, StepError
 from weftline.nodes.json_value import encode_json
@@ -269,7 +270,7 @@ class RequestInputs:
         try:
             return running.result()
         except BaseException:
-            decoding.cancellation.set()
+            decoding.cancelled.set()
             wait([running])
             raise
 
@@ -282,7 +283,7 @@ class RequestInputs:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            decoding.cancellation.set()
+            decoding.cancelled.set()
             while not running.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([running])
@@ -413,18 +414,21 @@ class _Decoding:
     sources:       their encoded parts.
     working_bytes: peak memory of it beside the values.
     cost_ms:       about the most processor time.
+    until_s:       time.monotonic() of the deadline; None without one.
+    cancelled:     ends it.
     """
 
     sources: Sequence[Encoded]
     working_bytes: int
     cost_ms: float
-    cancellation: Cancellation
+    until_s: float | None
+    cancelled: Event
 
     @classmethod
     def of(cls, packed: Mapping[str, Packed], left: DecodeTimeout) -> _Decoding:
         sources = [one for value in packed.values() for one in value.sources()]
         working = max(one.working_bytes for one in packed.values())
-        return cls(sources, working, max(0.1, sum(one.decode_ms for one in sources)), Cancellation(left.until_s))
+        return cls(sources, working, max(0.1, sum(one.decode_ms for one in sources)), left.until_s, Event())
 
     @property
     def quick(self) -> bool:
@@ -438,8 +442,9 @@ class _Decoding:
 
     def run(self, work: Callable[[], T], process: DecodeProcess) -> T:
         """Run `work`, for which the parts are decoded by a process."""
+        interest = Interest(self.until_s, self.cancelled.is_set)
         for one in self.sources:
-            process.decodes(one, self.cancellation)
+            process.decodes(one, interest)
         return work()
 
 

@@ -26,7 +26,7 @@ from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_ret
 from weftline.engine.llm.sequence import urgency_ms
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
-from weftline.engine.llm.vision.messages import NO_MARKS, Marks, refuse_media, shows_media
+from weftline.engine.llm.vision.messages import NO_MARKS, Marks, encoded_chars, refuse_media, shows_media
 from weftline.engine.llm.vision.ports import check_draft, image_notes, image_ports
 from weftline.errors import InputError, StepError, WeftlineError
 from weftline.node import (
@@ -79,6 +79,10 @@ class _Request:
     @property
     def deadline_ms(self) -> float | None:
         return None if self.urgency.left_ms is None else self.now_ms + self.urgency.left_ms
+
+
+MESSAGE_CHARS = 100_000
+"""Encoded characters that count as much as a request itself where decoding is shared among callers."""
 
 
 class Llm(StreamNode):
@@ -143,8 +147,10 @@ class Llm(StreamNode):
             raise MissingPackage(error.name or "torch", self.extra) from error
         self._engine, self._tokens, self._images = open_engine(self.config, context)
         if self._images is not None:
-            self._images = dataclasses.replace(self._images, held_bytes=self._held_image_bytes)
             self._decoding = DecodingThread()
+            self._images = dataclasses.replace(
+                self._images, held_bytes=self._held_image_bytes, decode=self._decoding.decode_picture
+            )
         self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
         if self.config.system and not self._tokens.has_template:
@@ -206,7 +212,9 @@ class Llm(StreamNode):
         request = _Request(item, inputs, urgency, _now_ms())
         if self._decoding is not None and self._images is not None and shows_media(inputs):
             due_ms = urgency_ms(request.now_ms, request.deadline_ms, urgency.priority)
-            self._decoding.add(item, request, partial(_take_pictures, self._images, request), due_ms)
+            cost = 1 + encoded_chars(inputs) / MESSAGE_CHARS
+            decode = partial(_take_pictures, self._images, request)
+            self._decoding.add(item, request, decode, due_ms, urgency.caller, cost)
         else:
             self._prepare(request)
 

@@ -22,8 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -50,6 +51,9 @@ MEMORY_BYTES = 256 << 20
 END_MAX_S = 5.0
 """Longest wait for a thread at its end; a job in it has been cancelled then."""
 
+CANCEL_S = 0.02
+"""How often a waiting thread looks whether its request was cancelled."""
+
 IDLE_S = 30.0
 """Time without a job after which a process and its thread end."""
 
@@ -59,7 +63,12 @@ T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One picture or recording. limit: pixels_max or seconds_max. size_bytes: None: measure it, and do not decode."""
+    """One picture or recording.
+
+    limit:      pixels_max or seconds_max.
+    size_bytes: of the result; None: measure it, and do not decode it.
+    again:      it is the recording that was measured last, whose bytes are not sent again.
+    """
 
     kind: str
     limit: float
@@ -67,6 +76,7 @@ class Job(msgspec.Struct, frozen=True):
     size_bytes: int | None
     working_bytes: int
     time_max_s: float
+    again: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -82,40 +92,14 @@ _decode_job = msgspec.msgpack.Decoder(Job).decode
 _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
-class Cancellation:
-    """End of interest in a job, set from another thread; kills the process that decodes for it. Thread-safe.
-
-    until_s: time.monotonic() of the deadline; None without one.
+@dataclass(frozen=True, slots=True)
+class Interest:
+    """How long a job is of use: until_s: time.monotonic() of its deadline, None without one; cancelled: returns whether
+    its caller is gone.
     """
 
-    def __init__(self, until_s: float | None = None) -> None:
-        self.until_s = until_s
-        self._lock = threading.Lock()
-        self._set = False
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_set(self) -> bool:
-        return self._set
-
-    def set(self) -> None:
-        with self._lock:
-            self._set = True
-            if self._process is not None:
-                self._process.kill()
-
-    @contextlib.contextmanager
-    def kills(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        """Kill the process if this is set meanwhile. RequestCancelled: it is set already."""
-        with self._lock:
-            if self._set:
-                raise RequestCancelled("the request was cancelled while its inputs were decoded")
-            self._process = process
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._process = None
+    until_s: float | None = None
+    cancelled: Callable[[], bool] = lambda: False
 
 
 class DecodeProcess:
@@ -125,28 +109,37 @@ class DecodeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._file = -1
+        self._measured: Encoded | None = None  # the recording of the last job, if that measured it
 
-    def decodes(self, one: Encoded, cancellation: Cancellation) -> None:
+    def decodes(self, one: Encoded, interest: Interest) -> None:
         """Let this process decode a value when it is written; a recording is measured now. Errors as in `decode`."""
         if not one.measured:
             with one.named_errors():
-                self._measure(one, cancellation)
-        one.decode = lambda buffer: self.decode(one, buffer, cancellation)
+                self._measure(one, interest)
+        one.decode = lambda buffer: self.decode(one, buffer, interest)
 
-    def _measure(self, one: Encoded, cancellation: Cancellation) -> None:
-        reply = self._run(one, None, cancellation)
+    def decoded(self, one: Encoded, interest: Interest) -> np.ndarray:
+        """Return a decoded value as flat uint8. Errors as in `decode`."""
+        self.decodes(one, interest)
+        buffer = np.empty(one.size_bytes, np.uint8)
+        one.decode_into(buffer.data)
+        return buffer
+
+    def _measure(self, one: Encoded, interest: Interest) -> None:
+        reply = self._run(one, None, interest)
         if reply.size_bytes % 4 or not 0 < reply.size_bytes <= one.limit * 4 * 16_001:
             self.end()
             raise WeftlineError(_DIED)
         one.size_bytes, one.decode_ms, one.measured = reply.size_bytes, reply.decode_ms, True
+        self._measured = one
 
-    def decode(self, one: Encoded, buffer: np.ndarray, cancellation: Cancellation) -> tuple[int, ...]:
+    def decode(self, one: Encoded, buffer: np.ndarray, interest: Interest) -> tuple[int, ...]:
         """Decode into flat bytes and return the value's shape.
 
         InputError: it is corrupt, or takes more time or memory than it may. TimeoutError: the deadline passed.
-        RequestCancelled: the cancellation was set. LimitReached: no process can be started.
+        RequestCancelled: the request was cancelled. LimitReached: no process can be started.
         """
-        reply = self._run(one, len(buffer), cancellation)
+        reply = self._run(one, len(buffer), interest)
         item_bytes = 1 if one.kind == "image" else 4
         if min(reply.shape, default=0) < 1 or int(np.prod(reply.shape)) * item_bytes != len(buffer):
             self.end()
@@ -170,30 +163,25 @@ class DecodeProcess:
             os.close(self._file)
             self._file = -1
 
-    def _run(self, one: Encoded, size_bytes: int | None, cancellation: Cancellation) -> Reply:
+    def _run(self, one: Encoded, size_bytes: int | None, interest: Interest) -> Reply:
         time_max_s = TIME_LEAST_S + TIME_FACTOR * one.decode_ms / 1e3
-        until_s = time.monotonic() + time_max_s
-        if cancellation.until_s is not None:
-            until_s = min(until_s, cancellation.until_s)
-        process, channel = self._started()
-        job = Job(one.kind, one.limit, len(one.data), size_bytes, one.working_bytes, time_max_s)
+        channel = self._started()
+        again, self._measured = self._measured is one, None
+        job = Job(one.kind, one.limit, len(one.data), size_bytes, one.working_bytes, time_max_s, again)
         try:
-            with cancellation.kills(process):
+            if not again:
                 self._write(one.data, _input_at(size_bytes))
-                channel.send(msgspec.msgpack.encode(job))
-                reply = _decode_reply(_received(channel, until_s))
-        except TimeoutError:
+            channel.send(msgspec.msgpack.encode(job))
+            reply = _decode_reply(_received(channel, time.monotonic() + time_max_s, interest))
+        except (TimeoutError, RequestCancelled):
             self.end()
-            if cancellation.until_s is not None and time.monotonic() >= cancellation.until_s:
-                raise
+            raise
+        except _Overrun:
+            self.end()
             raise InputError(f"decoding was not done after {time_max_s:.1f} s, its limit") from None
         except (ChannelClosed, OSError, msgspec.MsgspecError):
             self.end()
-            if cancellation.is_set:
-                raise RequestCancelled("the request was cancelled while its inputs were decoded") from None
-            raise InputError(
-                "the decoder ended while it decoded this: it is corrupt, or takes too much memory"
-            ) from None
+            raise InputError("its decoder ended: it is corrupt, or takes more memory than its header claims") from None
         if reply.error is not None:
             raise InputError(reply.error)
         return reply
@@ -204,10 +192,11 @@ class DecodeProcess:
         while done < len(view):
             done += os.pwrite(self._file, view[done:], at + done)
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], Channel]:
+    def _started(self) -> Channel:
         if self._process is not None and self._channel is not None and self._process.poll() is None:
-            return self._process, self._channel
+            return self._channel
         self.end()
+        self._measured = None
         try:
             self._file = os.memfd_create("weftline-decode", os.MFD_CLOEXEC)
             ours, theirs = socket.socketpair()
@@ -226,7 +215,7 @@ class DecodeProcess:
         except (OSError, RuntimeError):
             self.end()
             raise LimitReached(f"a picture or recording cannot be decoded: {no_process()}", 1.0) from None
-        return self._process, self._channel
+        return self._channel
 
 
 class DecodeThreads:
@@ -245,6 +234,8 @@ class DecodeThreads:
         done: Future[T] = Future()
 
         def run(process: DecodeProcess) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(work(process))
             except BaseException as error:
@@ -263,6 +254,18 @@ class DecodeThreads:
             self._queued += 1
             self._jobs.put(run)
         return done
+
+    def decode(self, one: Encoded, interest: Interest) -> np.ndarray:
+        """Return a decoded value, uint8 or float32: a quick one is decoded in the calling thread, else wait for it.
+
+        Errors as in `DecodeProcess.decode`.
+        """
+        if one.quick:
+            buffer = np.empty(one.size_bytes, np.uint8)
+            one.decode_into(buffer.data)
+        else:
+            buffer = self.submit(lambda process: process.decoded(one, interest)).result()
+        return buffer.view(np.uint8 if one.kind == "image" else np.float32).reshape(one.shape)
 
     def close(self) -> None:
         """End all threads and their processes once they are done; further jobs are refused. Safe to call twice."""
@@ -315,15 +318,24 @@ def _input_at(size_bytes: int | None) -> int:
     return -(-(size_bytes or 0) // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _received(channel: Channel, until_s: float) -> bytes:
-    """Return the next message; TimeoutError when it is not there in time."""
+class _Overrun(Exception):
+    """A job took longer than its limit."""
+
+
+def _received(channel: Channel, until_s: float, interest: Interest) -> bytes:
+    """Return the next message. TimeoutError: the deadline passed. RequestCancelled: the request was cancelled."""
     readable = select.poll()
     readable.register(channel.fileno(), select.POLLIN)
     while True:
-        if not readable.poll(max(0.0, until_s - time.monotonic()) * 1e3):
-            raise TimeoutError
-        if messages := channel.receive():
-            return messages[0]
+        now_s = time.monotonic()
+        ends_s = until_s if interest.until_s is None else min(until_s, interest.until_s)
+        if readable.poll(max(0.0, min(ends_s - now_s, CANCEL_S)) * 1e3):
+            if messages := channel.receive():
+                return messages[0]
+        elif interest.cancelled():
+            raise RequestCancelled("the request was cancelled while its inputs were decoded")
+        if now_s >= ends_s:
+            raise _Overrun if now_s >= until_s else TimeoutError
 
 
 def main(arguments: list[str]) -> None:
@@ -333,13 +345,14 @@ def main(arguments: list[str]) -> None:
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd), blocking=True)
-    own_bytes = _address_space()
+    own_bytes, last = _address_space(), None
     with contextlib.suppress(ChannelClosed):
         while True:
             for message in channel.receive():
                 job = _decode_job(message)
                 _limit(job, own_bytes)
-                channel.send(msgspec.msgpack.encode(_done(job, file)))
+                reply, last = _done(job, file, last)
+                channel.send(msgspec.msgpack.encode(reply))
 
 
 def _address_space() -> int:
@@ -355,20 +368,26 @@ def _limit(job: Job, own_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _done(job: Job, file: int) -> Reply:
+def _done(job: Job, file: int, last: Encoded | None) -> tuple[Reply, Encoded | None]:
+    """Do a job. last: the recording that the last job measured. Returns the next one with the reply."""
     try:
-        data = os.pread(file, job.encoded_bytes, _input_at(job.size_bytes))
-        one = encoded_image(data, int(job.limit)) if job.kind == "image" else measured_audio(data, job.limit)
+        one = last if job.again and last is not None else _read(job, file)
         if job.size_bytes is None:
-            return Reply(size_bytes=one.size_bytes, decode_ms=one.decode_ms)
+            return Reply(size_bytes=one.size_bytes, decode_ms=one.decode_ms), one
         if one.size_bytes != job.size_bytes:
-            return Reply(error="another size than its header claims")
+            return Reply(error="another size than its header claims"), None
+        os.ftruncate(file, max(os.fstat(file).st_size, job.size_bytes))
         one.decode_into(memoryview(mmap.mmap(file, job.size_bytes)))
-        return Reply(one.shape)
+        return Reply(one.shape), None
     except InputError as error:
-        return Reply(error=str(error))
+        return Reply(error=str(error)), None
     except MemoryError:
-        return Reply(error="it takes more memory than its header claims")
+        return Reply(error="it takes more memory than its header claims"), None
+
+
+def _read(job: Job, file: int) -> Encoded:
+    data = os.pread(file, job.encoded_bytes, _input_at(job.size_bytes))
+    return encoded_image(data, int(job.limit)) if job.kind == "image" else measured_audio(data, job.limit)
 
 
 if __name__ == "__main__":

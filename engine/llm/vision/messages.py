@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from weftline.engine.llm.vision.families import listed
 from weftline.errors import InputError
 from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX, PIXELS_MAX, decode_image
 from weftline.nodes.template import PICTURE, VIDEO, is_video, to_video
+
+Decode = Callable[[bytes, int], np.ndarray]
+"""From an encoded picture and the limit of its pixels to uint8 [H, W, 3]; errors as in `decode_image`."""
 
 REQUEST_PIXELS_MAX = 4 * PIXELS_MAX
 """Most pixels of all pictures in the messages of a request, and of all frames of its videos."""
@@ -123,14 +126,20 @@ def mark_prompt(prompt: str, images: int, videos: int, marks: Marks) -> str:
 
 
 def mark_messages(
-    messages: Sequence[Any], images: Sequence[np.ndarray], videos: Sequence[Video], marks: Marks
+    messages: Sequence[Any],
+    images: Sequence[np.ndarray],
+    videos: Sequence[Video],
+    marks: Marks,
+    decode: Decode = decode_image,
 ) -> tuple[list[Any], list[np.ndarray | Video]]:
     """Return messages with marks for pictures and videos, and these in order.
 
     images, videos: those of the inputs. Parts {type: image} and {type: video} show them in order; without such parts
     they are put before the text of the last user message.
+
+    decode: decodes the pictures of URLs.
     """
-    reader = _Reader(images, videos, marks)
+    reader = _Reader(images, videos, marks, decode)
     marked = [reader.message(f"messages[{place}]", message) for place, message in enumerate(messages)]
     for kind, given, shown in (("image", images, reader.shown_images), ("video", videos, reader.shown_videos)):
         if shown and shown != len(given):
@@ -165,7 +174,10 @@ class _Reader:
     images, videos: those so far. shown_images, shown_videos: how many of the inputs' were shown.
     """
 
-    def __init__(self, images: Sequence[np.ndarray], videos: Sequence[Video], marks: Marks) -> None:
+    def __init__(
+        self, images: Sequence[np.ndarray], videos: Sequence[Video], marks: Marks, decode: Decode = decode_image
+    ) -> None:
+        self._decode = decode
         self.images: list[np.ndarray] = []
         self.videos: list[Video] = []
         self._given_images, self._given_videos = images, videos
@@ -212,7 +224,7 @@ class _Reader:
             self.shown_images += 1
         else:
             pixels_max = min(PIXELS_MAX, REQUEST_PIXELS_MAX - self._pixels)
-            self.images.append(decoded(part, where, pixels_max))
+            self.images.append(decoded(part, where, pixels_max, self._decode))
             self._pixels += self.images[-1].size // 3
         check_count(len(self.images), "messages")
 
@@ -295,11 +307,23 @@ def check_count(found: int, param: str, kind: str = "pictures") -> None:
         raise InputError(f"{param}: found {found} {kind}, expected at most {IMAGES_MAX}", param=param)
 
 
-def decoded(part: Mapping[str, Any], where: str, pixels_max: int) -> np.ndarray:
+def encoded_chars(inputs: Mapping[str, Any]) -> int:
+    """Return the size of the encoded pictures in messages, in characters."""
+    messages = inputs.get("messages")
+    contents = (
+        [one.get("content") for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content if _is_media(part)]
+    inner = [part.get("image_url") for part in parts]
+    urls = [one.get("url") if isinstance(one, Mapping) else one for one in inner]
+    return sum(len(one) for one in urls if isinstance(one, str))
+
+
+def decoded(part: Mapping[str, Any], where: str, pixels_max: int, decode: Decode = decode_image) -> np.ndarray:
     """Return the picture of an `image_url` part as uint8 [H, W, 3]; its URL holds the picture itself."""
     data = data_of_url(part, where)
     try:
-        return decode_image(data, pixels_max)
+        return decode(data, pixels_max)
     except InputError as error:
         raise InputError(f"{where}.image_url: {error}", param="messages") from None
 

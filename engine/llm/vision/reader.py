@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from weftline.engine.llm.options import LlmConfig
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.tokens import Tokens
+from weftline.engine.llm.vision.decoding import DecodePicture, decode_here
 from weftline.engine.llm.vision.encoder import ImageEncoder
 from weftline.engine.llm.vision.families import FAMILIES, Family, listed
 from weftline.engine.llm.vision.features import FeatureCache, FeatureKey
@@ -105,6 +107,7 @@ class ImageReader:
     videos:      None for a model of pictures alone.   no_videos: why, for errors.
     knows:       returns whether a picture need not be processed, by the salt of its caller and its key.
     held_bytes:  returns the bytes of the pictures of live requests that are not encoded yet.
+    decode:      decodes a picture of a message.
     """
 
     layout: ImageLayout
@@ -116,6 +119,7 @@ class ImageReader:
     no_videos: str = ""
     knows: Callable[[FeatureKey], bool] = lambda key: False
     held_bytes: Callable[[], int] = lambda: 0
+    decode: DecodePicture = decode_here
 
     def read(self, inputs: Mapping[str, Any], encode: Encode) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a prompt, and its pictures; InputError where they do not fit together."""
@@ -126,7 +130,8 @@ class ImageReader:
     ) -> Taken:
         """Return a request's inputs with marks for pictures and videos, and these, decoded and processed.
 
-        May run in another thread. salt: separates the features of callers. cancelled: ends it between two pictures.
+        May run in another thread. salt: separates the features of callers. cancelled: ends it, even while a
+        picture is decoded that takes long.
         InputError, LimitReached: the request is refused.
         """
         if not shows_media(inputs):
@@ -141,7 +146,8 @@ class ImageReader:
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         marks = free_marks([prompt, messages])
         if isinstance(messages, list):
-            marked, media = mark_messages(messages, images, videos, marks)
+            decode = partial(self.decode, cancelled=cancelled)
+            marked, media = mark_messages(messages, images, videos, marks, decode)
             shown = {**inputs, "messages": marked}
         else:
             text = (

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.serving.http.body import file_field, form_of, text_field
-from weftline.engine.serving.http.context import ask_for
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
 from weftline.engine.serving.model_info import ModelInfo
@@ -26,7 +27,7 @@ from weftline.engine.serving.openai.ports import (
     transcription_ports,
     translation_ports,
 )
-from weftline.engine.serving.openai.recordings import MEDIA_TYPES, encode_recording, recording_s
+from weftline.engine.serving.openai.recordings import MEDIA_TYPES, RecordingLengths, encode_recording
 from weftline.engine.serving.openai.transcripts import SUBTITLES, segments_of, verbose_json
 
 TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
@@ -36,6 +37,10 @@ class Transcriptions(Endpoint):
     """POST /v1/audio/transcriptions."""
 
     task: ClassVar[str] = "transcribe"
+
+    def __init__(self, context: HttpContext) -> None:
+        super().__init__(context)
+        self._lengths = RecordingLengths()
 
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
@@ -60,10 +65,13 @@ class Transcriptions(Endpoint):
         header = {
             "task": self.task,
             "language": outputs.get(ports.detected or "") or body.language,
-            "duration": await asyncio.to_thread(recording_s, recording),
+            "duration": await self._seconds(request, recording),
             "text": text,
         }
         return json_response(verbose_json(segments, header, body.granularities or ("segment",)))
+
+    async def _seconds(self, request: Request, recording: bytes) -> float:
+        return await while_connected(request.receive, self._lengths.seconds(recording, caller_of(request).name))
 
     def _ports(self, info: ModelInfo) -> TranscriptionPorts:
         return transcription_ports(info)
