@@ -135,6 +135,11 @@ class AudioClaim:
         return resampled_samples(self.frames, self.rate_hz, AUDIO_HZ)
 
     @property
+    def in_range(self) -> bool:
+        """True if rate and channels are within limits."""
+        return RATE_MIN_HZ <= self.rate_hz <= RATE_MAX_HZ and 1 <= self.channels <= CHANNELS_MAX
+
+    @property
     def decode_ms(self) -> float:
         """About the most processor time that decoding takes, in milliseconds."""
         return self.frames * (self.channels * NS_PER_VALUE + NS_PER_SAMPLE) / 1e6

@@ -329,7 +329,7 @@ def check_header(header: ImageHeader, pixels_max: int) -> None:
         raise InputError(_CORRUPT.format(header.format))
     scans_max = max(SCANS_LEAST, min(SCANS_MAX, SCAN_PIXELS_MAX // header.pixels))
     if header.scans > scans_max:
-        found = f"a JPEG of more than {header.scans - 1} scans" if header.scans > SCANS_MAX else f"{header.scans} scans"
+        found = f"a JPEG of {'more than ' * (header.scans > SCANS_MAX)}{min(header.scans, SCANS_MAX)} scans"
         raise InputError(f"{found} for {header.pixels} pixels; the most is {scans_max}\n    fix: save it again")
 
 

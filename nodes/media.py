@@ -133,8 +133,8 @@ class Encoded:
     size_bytes:    what it decodes to.
     working_bytes: memory for decoding besides that.
     decode_ms:     about the most processor time that decoding takes.
-    measured:      False while `size_bytes` is not known, because only decoding shows the length of a recording.
     decode:        fills flat bytes of that size and returns the value's shape; InputError when it is corrupt.
+    claim:         length of a recording; None while only decoding would show it.
     shape:         the value's, once it is decoded.
     name:          of the input, for errors.
     """
@@ -146,9 +146,19 @@ class Encoded:
     working_bytes: int
     decode_ms: float
     decode: Callable[[np.ndarray], tuple[int, ...]]
-    measured: bool = True
+    claim: audio.AudioClaim | None = None
     shape: tuple[int, ...] = ()
     name: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """True if `size_bytes` is known."""
+        return self.kind != "audio" or self.claim is not None
+
+    def set_claim(self, claim: audio.AudioClaim) -> None:
+        """Set the length of a recording."""
+        self.claim, self.size_bytes, self.decode_ms = claim, claim.samples * 4, claim.decode_ms
+        self.decode = partial(_decode_audio, self.data, claim)
 
     @property
     def quick(self) -> bool:
@@ -180,18 +190,8 @@ def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
     if type.kind == "image":
         return encoded_image(data, limits.pixels_max)
     audio.check_magic(data)
-    if audio.has_exact_header(data):
-        return measured_audio(data, limits.seconds_max)
-    return Encoded(
-        "audio",
-        data,
-        limits.seconds_max,
-        UNKNOWN_BYTES,
-        audio.WORKING_BYTES,
-        1.0 + len(data) * audio.NS_PER_ENCODED_BYTE / 1e6,
-        _not_measured,
-        measured=False,
-    )
+    exact = audio.has_exact_header(data)
+    return encoded_audio(data, limits.seconds_max, audio.audio_claim(data, limits.seconds_max) if exact else None)
 
 
 def encoded_image(data: bytes, pixels_max: int) -> Encoded:
@@ -202,14 +202,13 @@ def encoded_image(data: bytes, pixels_max: int) -> Encoded:
     return Encoded("image", data, pixels_max, header.pixels * 3, header.working_bytes, cost_ms, decode)
 
 
-def measured_audio(data: bytes, seconds_max: float) -> Encoded:
-    """Return the decoding of a recording, whose samples are counted where its header has no exact figure.
-
-    InputError: it is over a limit, or corrupt.
-    """
-    claim = audio.audio_claim(data, seconds_max)
-    decode = partial(_decode_audio, data, claim)
-    return Encoded("audio", data, seconds_max, claim.samples * 4, audio.WORKING_BYTES, claim.decode_ms, decode)
+def encoded_audio(data: bytes, seconds_max: float, claim: audio.AudioClaim | None) -> Encoded:
+    """Return the decoding of a recording. claim: None where only decoding shows its length."""
+    cost_ms = 1.0 + len(data) * audio.NS_PER_ENCODED_BYTE / 1e6
+    one = Encoded("audio", data, seconds_max, UNKNOWN_BYTES, audio.WORKING_BYTES, cost_ms, _not_measured)
+    if claim is not None:
+        one.set_claim(claim)
+    return one
 
 
 def _decode_image(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, ...]:

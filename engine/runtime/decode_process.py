@@ -37,7 +37,8 @@ from weftline.engine.runtime.descendants import VARIABLE
 from weftline.engine.runtime.processes import minimal_environment, no_process
 from weftline.engine.worker.hardening import harden
 from weftline.errors import InputError, LimitReached, RequestCancelled, SessionClosed, WeftlineError
-from weftline.nodes.media import Encoded, encoded_image, measured_audio
+from weftline.nodes.audio import AudioClaim, audio_claim
+from weftline.nodes.media import Encoded, encoded_audio, encoded_image
 
 NICE = 10
 """Nice value of the process: on busy cores, requests that are decoded already run first."""
@@ -67,7 +68,7 @@ class Job(msgspec.Struct, frozen=True):
 
     limit:      pixels_max or seconds_max.
     size_bytes: of the result; None: measure it, and do not decode it.
-    again:      it is the recording that was measured last, whose bytes are not sent again.
+    claim:      of a recording that is measured already.
     """
 
     kind: str
@@ -76,15 +77,14 @@ class Job(msgspec.Struct, frozen=True):
     size_bytes: int | None
     working_bytes: int
     time_max_s: float
-    again: bool = False
+    claim: AudioClaim | None = None
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The shape of a decoded value, or its size; or the text of an InputError."""
+    """The shape of a decoded value, or the length of a measured one; or the text of an InputError."""
 
     shape: tuple[int, ...] = ()
-    size_bytes: int = 0
-    decode_ms: float = 0.0
+    claim: AudioClaim | None = None
     error: str | None = None
 
 
@@ -109,7 +109,6 @@ class DecodeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._file = -1
-        self._measured: Encoded | None = None  # the recording of the last job, if that measured it
 
     def decodes(self, one: Encoded, interest: Interest) -> None:
         """Let this process decode a value when it is written; a recording is measured now. Errors as in `decode`."""
@@ -126,12 +125,11 @@ class DecodeProcess:
         return buffer
 
     def _measure(self, one: Encoded, interest: Interest) -> None:
-        reply = self._run(one, None, interest)
-        if reply.size_bytes % 4 or not 0 < reply.size_bytes <= one.limit * 4 * 16_001:
+        claim = self._run(one, None, interest).claim
+        if claim is None or not 0 < claim.frames <= one.limit * claim.rate_hz or not claim.in_range:
             self.end()
             raise WeftlineError(_DIED)
-        one.size_bytes, one.decode_ms, one.measured = reply.size_bytes, reply.decode_ms, True
-        self._measured = one
+        one.set_claim(claim)
 
     def decode(self, one: Encoded, buffer: np.ndarray, interest: Interest) -> tuple[int, ...]:
         """Decode into flat bytes and return the value's shape.
@@ -166,11 +164,9 @@ class DecodeProcess:
     def _run(self, one: Encoded, size_bytes: int | None, interest: Interest) -> Reply:
         time_max_s = TIME_LEAST_S + TIME_FACTOR * one.decode_ms / 1e3
         channel = self._started()
-        again, self._measured = self._measured is one, None
-        job = Job(one.kind, one.limit, len(one.data), size_bytes, one.working_bytes, time_max_s, again)
+        job = Job(one.kind, one.limit, len(one.data), size_bytes, one.working_bytes, time_max_s, one.claim)
         try:
-            if not again:
-                self._write(one.data, _input_at(size_bytes))
+            self._write(one.data, _input_at(size_bytes))
             channel.send(msgspec.msgpack.encode(job))
             reply = _decode_reply(_received(channel, time.monotonic() + time_max_s, interest))
         except (TimeoutError, RequestCancelled):
@@ -196,7 +192,6 @@ class DecodeProcess:
         if self._process is not None and self._channel is not None and self._process.poll() is None:
             return self._channel
         self.end()
-        self._measured = None
         try:
             self._file = os.memfd_create("weftline-decode", os.MFD_CLOEXEC)
             ours, theirs = socket.socketpair()
@@ -345,14 +340,13 @@ def main(arguments: list[str]) -> None:
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd), blocking=True)
-    own_bytes, last = _address_space(), None
+    own_bytes = _address_space()
     with contextlib.suppress(ChannelClosed):
         while True:
             for message in channel.receive():
                 job = _decode_job(message)
                 _limit(job, own_bytes)
-                reply, last = _done(job, file, last)
-                channel.send(msgspec.msgpack.encode(reply))
+                channel.send(msgspec.msgpack.encode(_done(job, file)))
 
 
 def _address_space() -> int:
@@ -368,26 +362,26 @@ def _limit(job: Job, own_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _done(job: Job, file: int, last: Encoded | None) -> tuple[Reply, Encoded | None]:
-    """Do a job. last: the recording that the last job measured. Returns the next one with the reply."""
+def _done(job: Job, file: int) -> Reply:
     try:
-        one = last if job.again and last is not None else _read(job, file)
+        one = _read(job, file)
         if job.size_bytes is None:
-            return Reply(size_bytes=one.size_bytes, decode_ms=one.decode_ms), one
+            return Reply(claim=one.claim)
         if one.size_bytes != job.size_bytes:
-            return Reply(error="another size than its header claims"), None
-        os.ftruncate(file, max(os.fstat(file).st_size, job.size_bytes))
+            return Reply(error="another size than its header claims")
         one.decode_into(memoryview(mmap.mmap(file, job.size_bytes)))
-        return Reply(one.shape), None
+        return Reply(one.shape)
     except InputError as error:
-        return Reply(error=str(error)), None
+        return Reply(error=str(error))
     except MemoryError:
-        return Reply(error="it takes more memory than its header claims"), None
+        return Reply(error="it takes more memory than its header claims")
 
 
 def _read(job: Job, file: int) -> Encoded:
     data = os.pread(file, job.encoded_bytes, _input_at(job.size_bytes))
-    return encoded_image(data, int(job.limit)) if job.kind == "image" else measured_audio(data, job.limit)
+    if job.kind == "image":
+        return encoded_image(data, int(job.limit))
+    return encoded_audio(data, job.limit, job.claim or audio_claim(data, job.limit))
 
 
 if __name__ == "__main__":

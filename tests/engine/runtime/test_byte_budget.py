@@ -78,3 +78,35 @@ def test_a_task_that_is_cancelled_leaves_the_queue_and_holds_nothing() -> None:
         assert budget.held_bytes == (50 if not late.cancelled() else 0)
 
     asyncio.run(main())
+
+
+def test_a_backlog_of_one_caller_delays_another_by_one() -> None:
+    budget = ByteBudget("limit", 100)
+    budget.take_now(100)
+    first = [budget.enter(100, "a") for _ in range(5)]
+    other = budget.enter(100, "b")
+    budget.give_back(100)
+    assert first[0].granted.done() and not other.granted.done()
+    budget.give_back(100, "a")
+    assert other.granted.done() and not first[1].granted.done()
+
+
+def test_each_caller_holds_so_many_and_delays_no_other() -> None:
+    budget = ByteBudget("limit", 100, holders_max=3, holders_max_of_each=2)
+    own = [budget.enter(10, "a") for _ in range(4)]
+    other = budget.enter(10, "b")
+    assert [one.granted.done() for one in own] == [True, True, False, False] and other.granted.done()
+    budget.give_back(10, "a")
+    assert own[2].granted.done() and not own[3].granted.done()
+    budget.give_back(10, "b")
+    assert not own[3].granted.done()
+
+
+def test_a_full_queue_refuses_the_caller_with_the_most() -> None:
+    budget = ByteBudget("limit", 10, waiting_max=2)
+    budget.take_now(10)
+    own = [budget.enter(10, "a") for _ in range(2)]
+    other = budget.enter(10, "b")
+    with pytest.raises(LimitReached, match="wait for it"):
+        own[1].wait(0)
+    assert not own[0].granted.done() and not other.granted.done()

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+from tests import hostile_media as media
 from weftline.engine.llm.vision.decoding import AHEAD_MAX, NICE, DecodingThread
 from weftline.errors import InputError, StepError
 
@@ -117,3 +118,29 @@ def test_a_closed_thread_ends():
     (worker,) = thread._pool._threads
     worker.join(10)
     assert not worker.is_alive()
+
+
+def test_a_backlog_of_one_caller_delays_another_by_one_request():
+    gate, thread, order = threading.Event(), DecodingThread[str, Any](), list[str]()
+    thread.add(0, "blocked", lambda _: gate.wait())
+    for item in range(1, 4):
+        thread.add(item, "a", lambda _: order.append("a"), caller="a", cost=5.0)
+    for item in range(4, 6):
+        thread.add(item, "b", lambda _: order.append("b"), caller="b")
+    gate.set()
+    assert len(_all(thread, 6)) == 6
+    assert order[:3] in (["a", "b", "b"], ["b", "a", "b"], ["b", "b", "a"])
+    thread.close()
+
+
+def test_a_slow_picture_ends_when_its_request_is_cancelled():
+    slow = media.bmp_of_ends(6_000_000)
+    thread: DecodingThread[str, Any] = DecodingThread()
+    thread.add(0, "slow", lambda cancelled: thread.decode_picture(slow, 16_000_000, cancelled))
+    time.sleep(0.3)
+    assert thread.cancel(0)
+    began = time.monotonic()
+    thread.add(1, "next", lambda cancelled: thread.decode_picture(media.jpeg(), 16_000_000, cancelled))
+    ((request, pixels),) = _all(thread, 1)
+    assert request == "next" and pixels.shape == (64, 64, 3) and time.monotonic() - began < 1.0
+    thread.close()
