@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -44,14 +45,11 @@ def recording(data: bytes, seconds_max: float = 120.0) -> Encoded:
 
 
 def children() -> set[int]:
-    return {int(pid) for task in os.listdir("/proc/self/task") for pid in _children(task)}
-
-
-def _children(task: str) -> list[str]:
-    try:
-        return Path(f"/proc/self/task/{task}/children").read_text().split()
-    except OSError:
-        return []
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def test_results_equal_those_of_this_process(threads: DecodeThreads) -> None:
