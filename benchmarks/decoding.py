@@ -2,7 +2,8 @@
 
     python benchmarks/decoding.py [--rounds 5] [--requests 20] [--tree PATH ...] [--hostile]
 
-Each round measures each tree once, one after the other, so that all trees see the same load of the machine. --tree
+Each round measures each tree once, one after the other, so that all trees see the same load of the machine; the first
+round is not counted. --tree
 names other checkouts of the project to compare with; ratios are of medians over the rounds, to the last tree. --hostile
 sends, by another caller, pictures that take a decoder long.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -19,9 +21,15 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
+from weftline.engine.request import RequestOptions
+from weftline.engine.session import Session, load
+from weftline.errors import WeftlineError
+from weftline.pipelines.spec.builder import Builder
 
 CALLERS = 8
 
@@ -59,30 +67,132 @@ def slow_picture() -> bytes:
     return head + info + bytes(1024) + pixels
 
 
-MEDIA = {
-    "JPEG 640 x 480": lambda: ("image", picture(640, 480, "JPEG", quality=85)),
-    "PNG 640 x 480": lambda: ("image", picture(640, 480, "PNG")),
-    "JPEG 1920 x 1080": lambda: ("image", picture(1920, 1080, "JPEG", quality=85)),
-    "progressive JPEG 1920 x 1080": lambda: ("image", picture(1920, 1080, "JPEG", quality=85, progressive=True)),
-    "JPEG 4000 x 3000": lambda: ("image", picture(4000, 3000, "JPEG", quality=85)),
-    "PNG 1920 x 1080": lambda: ("image", picture(1920, 1080, "PNG")),
-    "WAV 10 s": lambda: ("audio", recording("WAV", 10, 16_000)),
-    "FLAC 30 s": lambda: ("audio", recording("FLAC", 30, 16_000)),
-    "MP3 30 s": lambda: ("audio", recording("MP3", 30, 44_100)),
-    "Ogg 30 s": lambda: ("audio", recording("OGG", 30, 44_100)),
+MEDIA: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "JPEG 640 x 480": ("image", lambda: picture(640, 480, "JPEG", quality=85)),
+    "PNG 640 x 480": ("image", lambda: picture(640, 480, "PNG")),
+    "JPEG 1920 x 1080": ("image", lambda: picture(1920, 1080, "JPEG", quality=85)),
+    "progressive JPEG 1920 x 1080": ("image", lambda: picture(1920, 1080, "JPEG", quality=85, progressive=True)),
+    "JPEG 4000 x 3000": ("image", lambda: picture(4000, 3000, "JPEG", quality=85)),
+    "PNG 1920 x 1080": ("image", lambda: picture(1920, 1080, "PNG")),
+    "WAV 10 s": ("audio", lambda: recording("WAV", 10, 16_000)),
+    "FLAC 30 s": ("audio", lambda: recording("FLAC", 30, 16_000)),
+    "MP3 30 s": ("audio", lambda: recording("MP3", 30, 44_100)),
+    "Ogg 30 s": ("audio", lambda: recording("OGG", 30, 44_100)),
 }
 
 
-def measure(requests: int, hostile: bool) -> dict[str, list[float]]:
-    """Return p50 in ms of one caller, and requests a second of 8, by medium."""
-    from weftline import Pipeline
+def session_for(kind: str) -> Session:
+    """Open a pipeline of one step with an image or audio input."""
+    p = Builder("decoding", base_dir=Path(__file__).parent)
+    function = f"decoding_steps.py:{'see' if kind == 'image' else 'hear'}"
+    p.output("y", p.step("s", "function", x=p.input("x", kind), function=function).output)
+    return load(p).open()
 
-    found = {}
-    for name, make in MEDIA.items():
-        kind, data = make()
-        p = Pipeline("decoding")
-        step = p.step("s", "weftline.nodes.classify:Noop" if False else "shape", x=p.input("x", kind))
-        p.output("y", step.y)
-        del step
-        found[name] = [len(data)]
-    return found
+
+async def once(session: Session, data: bytes, caller: str) -> float:
+    """Return the time of one request in ms."""
+    began = time.perf_counter()
+    with await session.borrow({"x": data}, RequestOptions(), paths=False, caller=caller):
+        return (time.perf_counter() - began) * 1e3
+
+
+async def attack(session: Session, data: bytes) -> None:
+    """Send four pictures at a time, as one caller, until cancelled."""
+
+    async def loop() -> None:
+        while True:
+            with contextlib.suppress(WeftlineError):
+                await once(session, data, "hostile")
+
+    await asyncio.gather(*(loop() for _ in range(4)))
+
+
+async def figures(session: Session, data: bytes, requests: int, hostile: bytes | None) -> list[float]:
+    """Return p50 in ms of one caller, and requests a second of 8; beside a hostile caller p50 alone."""
+    await once(session, data, "a")
+    attacking = asyncio.create_task(attack(session, hostile)) if hostile is not None else None
+    if attacking is not None:
+        await asyncio.sleep(1.0)
+    try:
+        p50 = statistics.median([await once(session, data, "a") for _ in range(requests)])
+    finally:
+        if attacking is not None:
+            attacking.cancel()
+            await asyncio.gather(attacking, return_exceptions=True)
+    if hostile is not None:
+        return [p50]
+    await asyncio.gather(*(once(session, data, f"{n}") for n in range(CALLERS)))  # starts what is needed
+    began = time.perf_counter()
+    await asyncio.gather(*(once(session, data, f"{n % CALLERS}") for n in range(2 * CALLERS)))
+    return [p50, 2 * CALLERS / (time.perf_counter() - began)]
+
+
+def serve(requests: int, hostile: bool) -> None:
+    """Measure the medium that each line of standard input names, and print its figures as JSON."""
+    sessions = {kind: session_for(kind) for kind in ("image", "audio")}
+    made: dict[str, bytes] = {}
+    try:
+        for line in sys.stdin:
+            kind, make = MEDIA[line.strip()]
+            data = made.get(line) or made.setdefault(line, make())
+            attack = slow_picture() if hostile else None
+            print(json.dumps(asyncio.run(figures(sessions[kind], data, requests, attack))), flush=True)
+    finally:
+        for session in sessions.values():
+            session.close()
+
+
+def start(tree: str, arguments: list[str]) -> subprocess.Popen[str]:
+    """Start the measuring process of one checkout."""
+    command = [sys.executable, __file__, "--measure", *arguments]
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": tree}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def ask(process: subprocess.Popen[str], name: str) -> list[float]:
+    """Return the figures of one medium in one checkout."""
+    if process.stdin is None or process.stdout is None:
+        raise RuntimeError("started without pipes")
+    process.stdin.write(name + "\n")
+    process.stdin.flush()
+    return [float(one) for one in json.loads(process.stdout.readline())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--tree", action="append", default=[])
+    parser.add_argument("--hostile", action="store_true")
+    parser.add_argument("--measure", action="store_true", help="this tree, the media named on standard input")
+    args = parser.parse_args()
+    if args.measure:
+        serve(args.requests, args.hostile)
+        return
+    trees = [str(Path(__file__).resolve().parents[1]), *args.tree]
+    arguments = ["--requests", str(args.requests), *["--hostile"] * args.hostile]
+    processes = [start(tree, arguments) for tree in trees]
+    names = [name for name, (kind, _) in MEDIA.items() if kind == "image" or not args.hostile]
+    print(
+        "medium; then for each tree: p50 in ms [least-most of the rounds], requests/s of 8 callers, ratios to the last"
+    )
+    for name in names:
+        rounds = [[ask(process, name) for process in processes] for _ in range(args.rounds + 1)][1:]
+        print(name, *(_shown(rounds, tree) for tree in range(len(trees))), sep="; ", flush=True)
+    for process in processes:
+        process.communicate()
+
+
+def _shown(rounds: list[list[list[float]]], tree: int) -> str:
+    """Return the figures of one tree. rounds: by round, tree and figure."""
+    texts = []
+    for figure, unit in enumerate(("ms", "/s")[: len(rounds[0][0])]):
+        values = [one[tree][figure] for one in rounds]
+        ratio = statistics.median([one[tree][figure] / one[-1][figure] for one in rounds])
+        texts.append(f"{statistics.median(values):.1f} {unit} [{min(values):.1f}-{max(values):.1f}] x{ratio:.2f}")
+    return ", ".join(texts)
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ MEMORY_BYTES = 256 << 20
 """Address space for a job besides what its header claims: libraries that it loads, and allocators."""
 
 END_MAX_S = 5.0
-"""Longest wait for a thread at its end; a job in it has been cancelled then."""
+"""Longest wait for a thread at its end; its job is ended then."""
 
 CANCEL_S = 0.02
 """How often a waiting thread looks whether its request was cancelled."""
@@ -94,8 +94,10 @@ _decode_reply = msgspec.msgpack.Decoder(Reply).decode
 
 @dataclass(frozen=True, slots=True)
 class Interest:
-    """How long a job is of use: until_s: time.monotonic() of its deadline, None without one; cancelled: returns whether
-    its caller is gone.
+    """Conditions under which the result of a job is still wanted.
+
+    until_s:   time.monotonic() of its deadline; None without one.
+    cancelled: returns whether its caller is gone.
     """
 
     until_s: float | None = None
@@ -103,9 +105,10 @@ class Interest:
 
 
 class DecodeProcess:
-    """The process, seen from the thread that owns it, which starts and ends it."""
+    """The process, seen from the thread that owns it, which starts and ends it. closed: ends a running job."""
 
-    def __init__(self) -> None:
+    def __init__(self, closed: Callable[[], bool] = lambda: False) -> None:
+        self._closed = closed
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._file = -1
@@ -168,8 +171,9 @@ class DecodeProcess:
         try:
             self._write(one.data, _input_at(size_bytes))
             channel.send(msgspec.msgpack.encode(job))
-            reply = _decode_reply(_received(channel, time.monotonic() + time_max_s, interest))
-        except (TimeoutError, RequestCancelled):
+            until_s = time.monotonic() + time_max_s
+            reply = _decode_reply(self._received(channel, until_s, interest))
+        except (TimeoutError, RequestCancelled, SessionClosed):
             self.end()
             raise
         except _Overrun:
@@ -181,6 +185,23 @@ class DecodeProcess:
         if reply.error is not None:
             raise InputError(reply.error)
         return reply
+
+    def _received(self, channel: Channel, until_s: float, interest: Interest) -> bytes:
+        """Return the next message. Errors as in `decode`, and _Overrun after `until_s`."""
+        readable = select.poll()
+        readable.register(channel.fileno(), select.POLLIN)
+        ends_s = until_s if interest.until_s is None else min(until_s, interest.until_s)
+        while True:
+            now_s = time.monotonic()
+            if readable.poll(max(0.0, min(ends_s - now_s, CANCEL_S)) * 1e3):
+                if messages := channel.receive():
+                    return messages[0]
+            elif self._closed():
+                raise SessionClosed("the session was closed while an input was being decoded")
+            elif interest.cancelled():
+                raise RequestCancelled("the request was cancelled while its inputs were decoded")
+            if now_s >= ends_s:
+                raise _Overrun if now_s >= until_s else TimeoutError
 
     def _write(self, data: bytes, at: int) -> None:
         view = memoryview(data)
@@ -263,7 +284,7 @@ class DecodeThreads:
         return buffer.view(np.uint8 if one.kind == "image" else np.float32).reshape(one.shape)
 
     def close(self) -> None:
-        """End all threads and their processes once they are done; further jobs are refused. Safe to call twice."""
+        """End all threads and their processes, and running jobs with SessionClosed. Safe to call twice."""
         with self._lock:
             threads = list(self._threads)
             if not self._closed:
@@ -274,7 +295,7 @@ class DecodeThreads:
             thread.join(END_MAX_S)
 
     def _run(self) -> None:
-        process = DecodeProcess()
+        process = DecodeProcess(lambda: self._closed)
         try:
             while (job := self._next()) is not None:
                 job(process)
@@ -315,22 +336,6 @@ def _input_at(size_bytes: int | None) -> int:
 
 class _Overrun(Exception):
     """A job took longer than its limit."""
-
-
-def _received(channel: Channel, until_s: float, interest: Interest) -> bytes:
-    """Return the next message. TimeoutError: the deadline passed. RequestCancelled: the request was cancelled."""
-    readable = select.poll()
-    readable.register(channel.fileno(), select.POLLIN)
-    while True:
-        now_s = time.monotonic()
-        ends_s = until_s if interest.until_s is None else min(until_s, interest.until_s)
-        if readable.poll(max(0.0, min(ends_s - now_s, CANCEL_S)) * 1e3):
-            if messages := channel.receive():
-                return messages[0]
-        elif interest.cancelled():
-            raise RequestCancelled("the request was cancelled while its inputs were decoded")
-        if now_s >= ends_s:
-            raise _Overrun if now_s >= until_s else TimeoutError
 
 
 def main(arguments: list[str]) -> None:

@@ -123,6 +123,17 @@ def test_a_process_that_dies_fails_its_job_alone() -> None:
     process.end()
 
 
+def test_closing_ends_a_running_job() -> None:
+    before, threads = children(), DecodeThreads()
+    running = threads.submit(lambda process: process.decoded(picture(SLOW), Interest()))
+    time.sleep(0.3)
+    began = time.monotonic()
+    threads.close()
+    with pytest.raises(SessionClosed):
+        running.result(5)
+    assert time.monotonic() - began < 2.0 and children() == before
+
+
 def test_idle_threads_and_their_processes_end() -> None:
     before, threads = children(), DecodeThreads(idle_s=0.1)
     assert threads.decode(recording(media.recording("OGG")), Interest()).size
