@@ -2,9 +2,9 @@
 
 All of this happens before the scheduler receives the request, in the caller's thread or in a thread pool, never for
 long in an event loop. `try_inline` converts inputs that are small and need no work. For all others, `pack` checks and
-converts, and `place` copies into the ingress arena. Images and audio are measured by their headers in `pack`. They wait,
-fair by caller, for a turn to decode within `limits.decode_bytes_max`, and then for room in the arena, into which they are
-decoded: quick ones in a thread, others in a process. Quick and other ones have turns of their own.
+converts, and `place` copies into the ingress arena. Images and audio are measured by their headers in `pack`. They
+wait, fair by caller, for a turn to decode within `limits.decode_bytes_max`, and then for room in the arena, into which
+they are decoded: quick ones in a thread, others in a process. Quick and other ones have turns of their own.
 """
 
 from __future__ import annotations

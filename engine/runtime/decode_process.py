@@ -345,13 +345,13 @@ def main(arguments: list[str]) -> None:
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=socket_fd), blocking=True)
-    own_bytes = _address_space()
+    own_bytes, output = _address_space(), _Output(file)
     with contextlib.suppress(ChannelClosed):
         while True:
             for message in channel.receive():
                 job = _decode_job(message)
-                _limit(job, own_bytes)
-                channel.send(msgspec.msgpack.encode(_done(job, file)))
+                _limit(job, own_bytes + output.size_bytes)
+                channel.send(msgspec.msgpack.encode(_done(job, file, output)))
 
 
 def _address_space() -> int:
@@ -367,14 +367,32 @@ def _limit(job: Job, own_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
-def _done(job: Job, file: int) -> Reply:
+class _Output:
+    """The mapped start of the file, which stays mapped: pages that are mapped anew cost as much as writing them."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._mapped: mmap.mmap | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._mapped) if self._mapped is not None else 0
+
+    def first_bytes(self, size_bytes: int) -> memoryview:
+        """Return the first bytes of the file, which is at least as long."""
+        if self._mapped is None or len(self._mapped) < size_bytes:
+            self._mapped = mmap.mmap(self._file, size_bytes)
+        return memoryview(self._mapped)[:size_bytes]
+
+
+def _done(job: Job, file: int, output: _Output) -> Reply:
     try:
         one = _read(job, file)
         if job.size_bytes is None:
             return Reply(claim=one.claim)
         if one.size_bytes != job.size_bytes:
             return Reply(error="another size than its header claims")
-        one.decode_into(memoryview(mmap.mmap(file, job.size_bytes)))
+        one.decode_into(output.first_bytes(job.size_bytes))
         return Reply(one.shape)
     except InputError as error:
         return Reply(error=str(error))
