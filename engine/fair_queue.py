@@ -17,7 +17,7 @@ queue takes O(callers), and `discard` O(items of the caller).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
@@ -81,12 +81,12 @@ class FairQueue(Generic[T]):
             self._push(own)
         return self._pop_newest(own) if self._size > self.items_max else None
 
-    def first(self, skip: Collection[Hashable] = ()) -> T | None:
+    def first(self, skip: Container[Hashable] = ()) -> T | None:
         """Return the next item, which stays queued; None without one. skip: callers that are passed over."""
         head = self._head(skip)
         return head.items[0][0] if head is not None else None
 
-    def pop(self, skip: Collection[Hashable] = ()) -> T:
+    def pop(self, skip: Container[Hashable] = ()) -> T:
         """Remove and return the next item, and charge its cost to its caller; IndexError without one.
 
         skip: callers that are passed over, such as those that hold as many servers of the queue as they may.
@@ -157,7 +157,7 @@ class FairQueue(Generic[T]):
             self._heads = [one for one in self._heads if one[2].entry is one]
             heapify(self._heads)
 
-    def _head(self, skip: Collection[Hashable]) -> _Caller[T] | None:
+    def _head(self, skip: Container[Hashable]) -> _Caller[T] | None:
         """Return the caller whose head is next."""
         heads, passed = self._heads, []
         while heads and (heads[0][2].entry is not heads[0] or heads[0][2].name in skip):
