@@ -42,7 +42,7 @@ WORKING_BYTES_LEAST = 4 << 20
 """Minimum memory of decoding: bands of rows, and a decoder's tables."""
 
 NS_PER_PIXEL: Mapping[str, int] = {"PNG": 50, "JPEG": 8, "WEBP": 30, "BMP": 4, "GIF": 20}
-NS_PER_PIXEL_OF_SCAN = 1.5
+NS_PER_PIXEL_OF_SCAN = 0.8
 NS_PER_METADATA_BYTE = 250
 """Time of decoding, in nanoseconds on a core of 2.5 GHz: by pixel, by pixel and scan where a JPEG has several, and by
 byte of metadata, of which EXIF is parsed in Python."""

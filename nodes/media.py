@@ -116,7 +116,7 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
 
 
-QUICK_MS = 25.0
+QUICK_MS = 40.0
 """Most estimated time of decoding in the caller's process; what takes longer is decoded in a decoding process."""
 
 UNKNOWN_BYTES = 1 << 30

@@ -65,7 +65,7 @@ def test_a_backlog_of_slow_pictures_does_not_delay_another_caller(start: Start, 
 
 def test_a_deadline_ends_the_decoding_of_a_slow_picture(start: Start) -> None:
     session = start(shows())
-    session.run(x=media.jpeg(2400, 2000))
+    session.run(x=media.jpeg(2800, 2400))
     for run in (
         lambda: session.run(RequestOptions(deadline_ms=300), x=SLOW),
         lambda: asyncio.run(_lend(session, SLOW, "a", 300)),

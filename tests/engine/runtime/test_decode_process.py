@@ -54,7 +54,7 @@ def children() -> set[int]:
 
 def test_results_equal_those_of_this_process(threads: DecodeThreads) -> None:
     before = children()
-    for data in (media.png(1200, 900), media.jpeg(2400, 2000)):
+    for data in (media.png(1200, 900), media.jpeg(2800, 2400)):
         assert np.array_equal(threads.decode(picture(data), Interest()), decode_image(data))
     for format in ("MP3", "OGG"):
         data = media.recording(format, 2.0, 44_100)
