@@ -60,7 +60,7 @@ def test_small_pictures_are_quick_and_large_ones_are_not() -> None:
         (media.jpeg(640, 480, progressive=True), True),
         (media.png(640, 480), True),
         (media.jpeg(2800, 2400), False),
-        (media.jpeg_of_scans(80, 640, 480), False),
+        (media.jpeg_of_scans(80, 1600, 1200), False),
         (media.bmp_of_ends(100_000), False),
     ):
         one = encoded(image, data, MediaLimits())
