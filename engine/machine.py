@@ -40,7 +40,7 @@ _MEMORY_2 = ctypes.sizeof(_Memory2) | 2 << 24
 
 def this_machine() -> Machine:
     """Return what a pipeline opened here can be placed on."""
-    return Machine(_cores(), _memory_bytes(), _devices())
+    return Machine(_cores(), _memory_bytes(), _devices(), _swap_bytes())
 
 
 def _cores() -> int:
@@ -55,6 +55,15 @@ def _memory_bytes() -> int:
     """Return the machine's memory, or the control group's limit if that is lower."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(installed, int(text)) if text.isdigit() else installed
+
+
+def _swap_bytes() -> int:
+    """Return the machine's swap space, or the control group's limit if that is lower."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    installed = next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
+    limit = Path("/sys/fs/cgroup/memory.swap.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
     return min(installed, int(text)) if text.isdigit() else installed
 

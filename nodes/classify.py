@@ -36,10 +36,11 @@ from weftline.nodes.hugging_face import (
     load_network,
     load_tokenizer,
     load_tokens,
+    network_bytes,
     read_config,
     tokens_limit,
 )
-from weftline.nodes.model_file import find_model
+from weftline.nodes.model_file import find_model, stored_bytes
 from weftline.nodes.onnx_file import OnnxFile, read_onnx
 from weftline.nodes.onnx_session import open_session
 from weftline.nodes.precision import check_precision, computing_in, round_weights
@@ -350,6 +351,11 @@ class Classify(BatchNode):
                 port("scores", "json", about="probability of each label"),
             ),
         )
+
+    @classmethod
+    def model_bytes(cls, config: ClassifyConfig, step: StepContext) -> int:
+        onnx = is_onnx(config.model, step.base_dir)
+        return stored_bytes(config.model, step.base_dir) if onnx else network_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: ClassifyConfig, step: StepContext) -> Sequence[str]:

@@ -288,6 +288,15 @@ class Node(ABC):
         """Return lines for `weftline plan`: settings that the node read from its files."""
         return ()
 
+    @classmethod
+    def model_bytes(cls, config: Any, step: StepContext) -> int:
+        """Return the memory that the model takes at least, in bytes, by its files; 0 where that is not known.
+
+        The planner refuses a model that takes more than the machine has, so it is a lower bound: the smallest form in
+        which the node would hold the weights.
+        """
+        return 0
+
     def open(self, context: OpenContext) -> None:
         """Load the model. ModelError: the model cannot be loaded."""
 

@@ -34,6 +34,7 @@ from weftline.nodes.hugging_face import (
     kind_of,
     load_network,
     load_tokens,
+    network_bytes,
     read_config,
     tokens_limit,
 )
@@ -134,6 +135,10 @@ class Embed(BatchNode):
             inputs=(port("text", "text"), port("overflow", "json", optional=True, about=OVERFLOW_ABOUT)),
             outputs=(port("embedding", type), port("usage", "json", about=USAGE_ABOUT)),
         )
+
+    @classmethod
+    def model_bytes(cls, config: EmbedConfig, step: StepContext) -> int:
+        return network_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: EmbedConfig, step: StepContext) -> Sequence[str]:

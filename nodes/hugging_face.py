@@ -13,9 +13,11 @@ from typing import Any
 
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
-from weftline.nodes.model_file import check_safetensors, find_model
+from weftline.nodes.model_file import check_safetensors, find_model, folder_bytes
 from weftline.nodes.model_limits import check_entries, check_sizes
+from weftline.nodes.model_size import least_weights, size_mismatch
 from weftline.nodes.text_tokens import TextTokens
+from weftline.nodes.tokenizer_trial import try_tokenizer
 
 FILE_BYTES_MAX = 64 << 20
 """Largest accepted tokenizer.json; the largest multilingual ones are about 20 MB."""
@@ -30,6 +32,7 @@ def load_tokenizer(folder: Path, shown: str) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file() or path.stat().st_size > FILE_BYTES_MAX:
         raise ModelError(f"{shown} has no tokenizer.json of at most {FILE_BYTES_MAX} bytes")
+    try_tokenizer(folder, shown)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -274,7 +277,56 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 found, fix = f"{shown}/{path.name} is a Git LFS pointer", f"run `git lfs pull` in {shown}"
                 raise ConfigError("model", found, "the weights themselves", fix)
+    _check_described(folder, shown)
     return files
+
+
+def _check_described(folder: Path, shown: str) -> None:
+    """Raise ConfigError about option `model` for a config.json of a network that is larger than the stored weights."""
+    config = read_json(folder / "config.json", f"{shown}/config.json")
+    if isinstance(config, dict):
+        check_sizes(config, f"{shown}/config.json")
+        wrong = size_mismatch(least_weights(config), folder_bytes(folder), "quantization_config" in config)
+        if wrong:
+            fix = "fetch config.json and the weights of one model"
+            raise ConfigError("model", f"{shown}/config.json {wrong}", "a config.json of the stored weights", fix)
+
+
+def network_bytes(model: str, base_dir: Path, weight_bytes: float = 4.0, stored_share: float = 1.0) -> int:
+    """Return the memory that a model takes at least, by its config.json and its weights; 0 where it is not here.
+
+    weight_bytes: bytes of a weight in the smallest form in which the node holds it, float32 by default.
+    stored_share: bytes in that form for each stored byte.
+    """
+    try:
+        folder = find_folder(model, base_dir)
+        config = read_json(folder / "config.json", f"{model}/config.json") if folder is not None else None
+    except ConfigError:
+        return 0  # reported by `ports`
+    if folder is None:
+        return 0
+    return int(max(least_weights(config) * weight_bytes, folder_bytes(folder) * stored_share))
+
+
+def check_network(auto: Any, config: Any, folder: Path, shown: str) -> None:
+    """Raise ModelError when the network of a config has more weights than `folder` stores. It is built without memory.
+
+    transformers would allocate and initialise what is missing. auto: its class that chooses the network's class.
+    """
+    import torch
+
+    if getattr(config, "use_timm_backbone", False) or getattr(config, "use_pretrained_backbone", False):
+        return  # building it would fetch weights
+    try:
+        with torch.device("meta"):
+            network = auto.from_config(config)
+    except Exception:  # loading reports it
+        return
+    held = {id(one): one.numel() for one in (*network.parameters(), *network.buffers())}
+    wrong = size_mismatch(sum(held.values()), folder_bytes(folder), hasattr(config, "quantization_config"))
+    if wrong:
+        fix = "fetch config.json and the weights of one model"
+        raise ModelError(f"{shown}/config.json {wrong}\n    fix: {fix}")
 
 
 def _hub_cache() -> Path:
@@ -333,12 +385,18 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
         check_weights(source, model)
     context.progress("reading weights", 0.2)
     local = isinstance(source, Path)  # else the bars show a download
+    auto = getattr(transformers, auto_class)
     try:
         with no_progress_bars() if local else nullcontext():
-            found = getattr(transformers, auto_class).from_pretrained(
+            if isinstance(source, Path):
+                config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+                check_network(auto, config, source, model)
+            found = auto.from_pretrained(
                 str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
                 output_loading_info=True,
             )  # fmt: skip
+    except ModelError:
+        raise
     except Exception as error:
         reason = reason_without_path(error, source, model)
         raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
@@ -390,6 +448,8 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
     import transformers
 
     source = local_or_hub(model, context.base_dir)
+    if isinstance(source, Path):
+        try_tokenizer(source, model)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:

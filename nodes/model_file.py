@@ -62,6 +62,25 @@ def need_file(model: str, base_dir: Path, option: str = "model", inside: str = "
     return path
 
 
+_WEIGHT_FILES = ("model.safetensors", "model.bin", "model.pt", "model.onnx")
+
+
+def stored_bytes(model: str, base_dir: Path) -> int:
+    """Return the bytes of the weights that `model` names, a file or a folder; 0 where it is not on this machine."""
+    path = find_model(model, base_dir)
+    if path is None or path.is_file():
+        return 0 if path is None else path.stat().st_size
+    return folder_bytes(path)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the weights in a folder: one file, or all parts of a checkpoint."""
+    parts = [one for one in folder.glob("*.safetensors") if one.is_file()]
+    single = [folder / name for name in _WEIGHT_FILES if (folder / name).is_file()]
+    numbered = [one for one in parts if "-of-" in one.name]  # a folder may hold a second copy in another layout
+    return sum(one.stat().st_size for one in single[:1] or numbered or parts)
+
+
 SAFETENSORS_HEADER_MAX = 100_000_000
 """Largest header the safetensors format allows, in bytes."""
 

@@ -33,7 +33,7 @@ LAYERS_MAX = 4096
 
 WIDTH_MAX, VOCABULARY_MAX = 1 << 20, 1 << 24
 CONTEXT_MAX = 1 << 30
-_LAYERS = re.compile(r"(n|num)_.*(layers?|blocks?)|.*_layers|n_layer|layers|block_count|n_(audio|text)_layer")
+_LAYERS = re.compile(r"(n|num)_.*(layers?|blocks?)|.*_layers|n_layer|layers|block_count|n_(audio|text)_layer|depths")
 _WIDTHS = re.compile(
     r"hidden_size|.*_dim|d_model|d_ff|d_kv|n_embd|n_inner|.*intermediate_size|.*embedding_size|embedding_length"
     r"|(n|num)_.*heads?|n_head|(n|num)_.*experts.*|feed_forward_length|head_count|n_(audio|text)_(state|head)|n_mels"

@@ -36,7 +36,7 @@ from weftline.node import (
 )
 from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.model_file import need_file
+from weftline.nodes.model_file import need_file, stored_bytes
 from weftline.nodes.onnx_file import MAPS, TENSOR, TEXTS, OnnxFile, ValueInfo, read_onnx
 from weftline.nodes.onnx_session import (
     WITHOUT_GRAPH,
@@ -132,6 +132,10 @@ class Onnx(BatchNode):
         if config.graphs:
             _check_graphs(config, mapping)
         return Ports(tuple(port for port, _ in mapping.inputs), tuple(port for port, _ in mapping.outputs))
+
+    @classmethod
+    def model_bytes(cls, config: OnnxConfig, step: StepContext) -> int:
+        return stored_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: OnnxConfig, step: StepContext) -> Sequence[str]:

@@ -32,6 +32,7 @@ from weftline.nodes.hugging_face import (
     hub_notes,
     load_network,
     load_tokens,
+    network_bytes,
     read_config,
     tokens_limit,
 )
@@ -120,6 +121,10 @@ class Rerank(BatchNode):
                 port("usage", "json", about=USAGE_ABOUT),
             ),
         )
+
+    @classmethod
+    def model_bytes(cls, config: RerankConfig, step: StepContext) -> int:
+        return network_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: RerankConfig, step: StepContext) -> Sequence[str]:

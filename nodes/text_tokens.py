@@ -15,6 +15,9 @@ import numpy as np
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError
 
+TEXT_CHARS_MAX = 4 << 20
+"""Most characters of a text that is split into tokens: some seconds of work; books have fewer."""
+
 SIDES = ("error", "end", "start")
 """Values of option `overflow`: a longer text is refused, or is cut at its end or its start."""
 
@@ -119,6 +122,8 @@ class TextTokens:
 
         A pair of texts is cut token by token in its longer text. An error instead of a rule is returned.
         """
+        overflows = [_too_many_chars(text) or one for text, one in zip(texts, overflows, strict=True)]
+        texts = ["" if isinstance(one, InputError) else text for text, one in zip(texts, overflows)]
         self._tokenizer.no_truncation()
         whole = self._tokenizer.encode_batch(list(texts))
         return [self._fitted(*one) for one in zip(texts, whole, overflows, strict=True)]
@@ -155,6 +160,13 @@ class TextTokens:
             if len(whole.ids) > limit:  # the library cuts nothing then
                 return InputError(f"overflow.tokens: found {limit}, fewer than the special tokens", param="overflow")
         return Encoded(whole.ids or [self.pad], whole.type_ids or [0], tokens)
+
+
+def _too_many_chars(text: Text) -> InputError | None:
+    chars = len(text) if isinstance(text, str) else sum(map(len, text))
+    if chars <= TEXT_CHARS_MAX:
+        return None
+    return InputError(f"the text has {chars} characters, and at most {TEXT_CHARS_MAX} are accepted; split it")
 
 
 def too_long(tokens: int, limit: int, what: str = "text") -> InputError:

@@ -47,6 +47,7 @@ from weftline.nodes.model_file import (
     load_into,
     load_weights,
     need_file,
+    stored_bytes,
     torch_kind,
 )
 from weftline.nodes.torch_export import load_exported
@@ -116,6 +117,10 @@ class TorchModule(BatchNode):
     @classmethod
     def device_ports(cls, config: TorchConfig, ports: Ports) -> frozenset[str]:
         return frozenset(port.name for port in (*ports.inputs, *ports.outputs))
+
+    @classmethod
+    def model_bytes(cls, config: TorchConfig, step: StepContext) -> int:
+        return sum(stored_bytes(one, step.base_dir) for one in (config.model, config.weights) if one)
 
     def open(self, context: OpenContext) -> None:
         try:

@@ -31,7 +31,7 @@ from weftline.node import (
 )
 from weftline.nodes.contract import model_error
 from weftline.nodes.hugging_face import is_path
-from weftline.nodes.model_file import find_model
+from weftline.nodes.model_file import find_model, stored_bytes
 from weftline.nodes.precision import PRECISIONS, check_precision
 from weftline.nodes.subtitles import srt, vtt
 from weftline.nodes.voice_activity import Span, speech_regions, speech_windows, split_windows
@@ -136,6 +136,10 @@ class Whisper(BatchNode):
     @classmethod
     def device_ports(cls, config: WhisperConfig, ports: Ports) -> frozenset[str]:
         return frozenset({"audio"})
+
+    @classmethod
+    def model_bytes(cls, config: WhisperConfig, step: StepContext) -> int:
+        return stored_bytes(config.model, step.base_dir) // 4  # stored as float32, held as int8
 
     def open(self, context: OpenContext) -> None:
         config = self.config

@@ -22,12 +22,13 @@ from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.hugging_face import check_kind, read_json
 from weftline.nodes.letterbox import Fit, letterbox, letterbox_torch
-from weftline.nodes.model_file import check_safetensors, find_model
+from weftline.nodes.model_file import check_safetensors, find_model, stored_bytes
 from weftline.nodes.transformers_tasks.task import TOP_K, label_outputs
 from weftline.nodes.yolo_file import (
     STRIDE,
     WIDTH_MAX,
     YoloModel,
+    check_described,
     load_folder,
     load_pickle,
     quiet_ultralytics,
@@ -119,6 +120,10 @@ class Yolo(BatchNode):
     @classmethod
     def device_ports(cls, config: YoloConfig, ports: Ports) -> frozenset[str]:
         return frozenset() if ports.outputs == CLASSIFY.outputs else frozenset({"image"})
+
+    @classmethod
+    def model_bytes(cls, config: YoloConfig, step: StepContext) -> int:
+        return stored_bytes(config.model, step.base_dir)
 
     def open(self, context: OpenContext) -> None:
         try:
@@ -328,6 +333,7 @@ def _task_of_folder(config: YoloConfig, path: Path) -> YoloTask:
         if not (path / "model.safetensors").is_file():
             raise ModelError(f"the folder {config.model} has no model.safetensors")
         check_safetensors(path / "model.safetensors", f"{config.model}/model.safetensors")
+        check_described(path, config.model)
     except ModelError as error:
         raise ConfigError("model", str(error)) from None
     return task

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
-from weftline.nodes.model_file import load_into, load_weights, pickled_classes
+from weftline.nodes.model_file import folder_bytes, load_into, load_weights, pickled_classes
+from weftline.nodes.model_size import least_yolo_weights, size_mismatch
 from weftline.nodes.shapes import POINTS_MAX
 from weftline.nodes.yolo_tasks import CLASSIFY, HEADS, NETWORKS, POSE, YoloTask, default_points
 
@@ -99,6 +100,17 @@ def read_config(folder: Path, shown: str) -> YoloFolder:
         task, config["architecture"], names, config["image_size"], config.get("confidence", CONFIDENCE),
         config.get("iou", IOU), points,
     )  # fmt: skip
+
+
+def check_described(folder: Path, shown: str) -> None:
+    """Raise ModelError for a config.json of a network that is far larger than the folder's weights, by an estimate.
+
+    Opening the model compares the exact numbers.
+    """
+    config = read_config(folder, shown)
+    wrong = size_mismatch(least_yolo_weights(config.architecture), folder_bytes(folder), packed=True)
+    if wrong:
+        raise ModelError(f"{shown}/config.json {wrong}\n    fix: fetch config.json and the weights of one model")
 
 
 def _head(architecture: Any) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -25,6 +26,7 @@ from weftline.nodes.hugging_face import (
     find_config,
     find_folder,
     find_weights,
+    network_bytes,
     read_json,
     read_template,
 )
@@ -77,6 +79,22 @@ def _check_format(found: Mapping[str, Any], model: str, base_dir: Path, weights:
             packed_layers(names, checkpoint.packed)
         except ValueError as error:
             raise ConfigError("model", f"{model}: {error}", f"a checkpoint of {checkpoint.method}", PLAIN_FIX) from None
+
+
+def model_bytes(model: str, base_dir: Path, weights: str) -> int:
+    """Return the memory that a model takes at least, in bytes; 0 where it is not on this machine.
+
+    Plain weights are held as 16 bits or more, and with another option `weights` than auto as 4 or more.
+    """
+    weight_bytes = 2.0 if weights == "auto" else 0.5
+    if model.endswith(".gguf"):
+        tensors = read_gguf(need_file(model, base_dir), model).tensors.values()
+        return int(sum(math.prod(one.shape) for one in tensors) * weight_bytes)
+    folder = find_folder(model, base_dir)
+    config = read_json(folder / "config.json", f"{model}/config.json") if folder is not None else None
+    if settings_of(config if isinstance(config, dict) else {}):  # packed weights, which may be kept so
+        return network_bytes(model, base_dir, 0.1, 1.0)
+    return network_bytes(model, base_dir, weight_bytes, weight_bytes / 4)
 
 
 def template_of(model: str, base_dir: Path) -> str:

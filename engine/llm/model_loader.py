@@ -32,7 +32,7 @@ from weftline.engine.llm.quantised import Quantiser, check_form, plan_weights
 from weftline.engine.llm.vision.families import FAMILIES, check_family
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.hugging_face import check_weights, hub_fix, no_progress_bars, reason_without_path
+from weftline.nodes.hugging_face import check_network, check_weights, hub_fix, no_progress_bars, reason_without_path
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -227,6 +227,8 @@ def load_model(
     attend: Any = attention.NAME
     if config.model_type in FAMILIES:
         kind, attend = "AutoModelForImageTextToText", {"text_config": attention.NAME, "vision_config": "sdpa"}
+    if Path(source).is_dir():
+        check_network(getattr(transformers, kind), config, Path(source), f"model {shown}")
     progress("reading weights", 0.2)
     plan = plan_weights(options.weights, options.dtype, options.device, config, shown)
     dtype = getattr(torch, plan.dtype) if plan.dtype else _dtype(options, config)

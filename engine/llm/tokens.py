@@ -28,6 +28,7 @@ from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
+from weftline.nodes.tokenizer_trial import try_tokenizer
 
 if TYPE_CHECKING:
     from weftline.engine.llm.chat_template import ChatTemplate
@@ -74,6 +75,8 @@ class Tokens:
         from transformers import AutoTokenizer
 
         shown = shown or str(source)
+        if not is_gguf(source) and Path(source).is_dir():
+            try_tokenizer(Path(source), f"model {shown}")
         try:
             if is_gguf(source):
                 with alone(source) as folder:

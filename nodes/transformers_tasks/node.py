@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from weftline.nodes.contract import Batch, BatchNode, ConfigError, OpenContext, Outputs, StepContext, model_error
-from weftline.nodes.hugging_face import hub_notes
+from weftline.nodes.hugging_face import hub_notes, network_bytes
 from weftline.nodes.ports import Ports
 from weftline.nodes.precision import check_precision
 from weftline.nodes.transformers_tasks.images import (
@@ -68,6 +68,10 @@ class Transformers(BatchNode):
                 known = ", ".join((*_COMMON, *task.options))
                 raise ConfigError(name, f"task {task.name} has no option {name}", f"one of {known}", "leave it out")
         return task.ports(config, check_model(task, config.model, step.base_dir), step)
+
+    @classmethod
+    def model_bytes(cls, config: TransformersConfig, step: StepContext) -> int:
+        return network_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: TransformersConfig, step: StepContext) -> Sequence[str]:

@@ -36,6 +36,7 @@ from weftline.nodes.hugging_face import (
 from weftline.nodes.model_file import find_model
 from weftline.nodes.ports import Port, Ports, port
 from weftline.nodes.precision import computing_in, round_weights
+from weftline.nodes.tokenizer_trial import try_tokenizer
 
 ROWS_MAX = 64
 """Most rows in one call of the model, where an item has several: windows of a long text, or candidate labels."""
@@ -315,6 +316,8 @@ def _load_processor(auto_class: str, model: str, context: OpenContext) -> Any:
     except ImportError:
         raise MissingPackage("transformers", "transformers") from None
     source = local_or_hub(model, context.base_dir)
+    if isinstance(source, Path):
+        try_tokenizer(source, model)
     try:
         return getattr(transformers, auto_class).from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:  # the libraries raise plain Exception for a corrupt file

@@ -58,11 +58,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Hardware that a pipeline is placed on."""
+    """Hardware that a pipeline is placed on.
+
+    memory_bytes: the host's memory, or the control group's limit. swap_bytes: swap space beside it.
+    """
 
     cores: int
     memory_bytes: int
     devices: tuple[Device, ...] = ()
+    swap_bytes: int = 0
 
 
 MADE_UP_BYTES = 80 << 30

@@ -19,6 +19,7 @@ from weftline.pipelines.check.wiring import Streams, readers, run_order, streams
 from weftline.pipelines.placement.budget import budgets, over_commits, with_kv_memory
 from weftline.pipelines.placement.chains import chains
 from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.model_memory import oversized
 from weftline.pipelines.placement.needs import Needs, needs_of
 from weftline.pipelines.placement.place import Placement, place
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
@@ -69,6 +70,7 @@ def make_plan(
         notes=(*placement.process_notes, *needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)),
         work=placement.work,
     )
+    report.take(oversized(checked, plan, machine))
     report.take(over_commits(plan))
     plan, problems = with_kv_memory(plan)
     report.take(problems)

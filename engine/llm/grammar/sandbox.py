@@ -13,19 +13,16 @@ once. It drops the right to new privileges, limits its memory, and ends with its
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
-import resource
 import select
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from weftline.errors import InputError, LimitReached, SessionClosed
+from weftline.nodes.confined import child_environment, confine
 
 TRIAL_MAX_MS = 2_000.0
 TRIAL_MEMORY_BYTES = 1 << 30
@@ -37,7 +34,6 @@ _READ_BYTES = 65536
 _WRITE_BYTES = 4096
 """Bytes that a pipe accepts at once when it is writable."""
 _log = logging.getLogger("weftline.llm")
-_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 
 
 class TrialProcess:
@@ -119,7 +115,7 @@ class TrialProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                env=_environment(),
+                env=child_environment(),
             )
             self._wait_answer(process, b"", START_MAX_MS)
             return process
@@ -151,26 +147,6 @@ class TrialProcess:
                 if not read or len(answer) > ANSWER_BYTES_MAX:
                     raise OSError("the process ended, or its answer is too long")
         return str(json.loads(answer)["error"])
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-    return {**kept, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
-
-
-def confine(parent: int, memory_bytes: int) -> None:
-    """Set this process's resource limits and its parent-death signal."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    if os.getppid() != parent:  # it ended before the first of these calls
-        os._exit(1)
 
 
 def main() -> None:
