@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weftline.cli.options import Gpus
+from weftline.cli.options import Gpus, NoImport
 from weftline.cli.plan import counted, machine_of
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.user_code import without_imports
@@ -26,10 +26,7 @@ def check(
         bool, typer.Option("--file-only", help="Do not check whether the pipeline fits this machine.")
     ] = False,
     gpus: Gpus = None,
-    no_import: Annotated[
-        bool,
-        typer.Option("--no-import", help="Run no Python file that a pipeline names; its own nodes are problems then."),
-    ] = False,
+    no_import: NoImport = False,
 ) -> None:
     """List every problem of pipeline files; nothing is started and no framework is imported.
 

@@ -24,6 +24,10 @@ Outputs = Annotated[
         "--output", "-o", metavar="NAME", help="Compute only this output, and the steps it needs; repeatable."
     ),
 ]
+NoImport = Annotated[
+    bool,
+    typer.Option("--no-import", help="Run no Python file that a pipeline names; its own nodes are problems then."),
+]
 OutputFile = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="OUT", help="Write to this file instead of standard output.")
 ]

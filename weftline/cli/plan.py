@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
-from weftline.cli.options import Gpus, OutputFile, PipelineFile, write_text
+from weftline.cli.options import Gpus, NoImport, OutputFile, PipelineFile, write_text
 from weftline.engine.machine import this_machine
+from weftline.nodes.user_code import without_imports
 from weftline.pipelines.placement.machine import Machine, made_up_gpus
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.planner import make_plan
@@ -23,8 +25,12 @@ def plan(
     output: OutputFile = None,
     cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this number of cores.")] = None,
     gpus: Gpus = None,
+    no_import: NoImport = False,
 ) -> None:
     """Show what would run: steps in order with their types, workers, threads and memory.
+
+    Python files with nodes of the pipeline's own are imported, which runs them: plan a stranger's pipeline with
+    --no-import.
 
     \b
     Examples:
@@ -34,7 +40,9 @@ def plan(
     """
     if mermaid and svg:
         raise typer.BadParameter("--mermaid and --svg exclude each other")
-    write_text(explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores, gpus), output)
+    with without_imports() if no_import else nullcontext():
+        text = explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores, gpus)
+    write_text(text, output)
 
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:

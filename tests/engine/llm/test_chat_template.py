@@ -102,15 +102,18 @@ def test_a_long_template_is_refused() -> None:
         ChatTemplate("a" * (1 << 20))
 
 
-def test_templates_of_bundled_models_render_as_before() -> None:
+BUNDLED = Path(__file__).parents[3] / "examples" / "models" / "shapes-chat"
+
+
+def test_the_template_of_the_bundled_model_gives_the_text_of_transformers() -> None:
     from transformers import AutoTokenizer
 
     from weftline.engine.llm.tokens import Tokens
 
-    folder = Path(__file__).parents[3] / "examples" / "models" / "shapes-chat"
-    if not folder.is_dir():
-        pytest.skip("the bundled model is not there")
-    theirs = AutoTokenizer.from_pretrained(folder)
-    ours = Tokens.open(folder, 512)
-    turns = [{"role": "user", "content": "How many circles?"}]
-    assert ours.chat(turns) == theirs.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
+    theirs, ours = AutoTokenizer.from_pretrained(BUNDLED), Tokens.open(BUNDLED, 512)
+    first = [{"role": "user", "content": "How many circles?"}]
+    whole = [{"role": "system", "content": "Be brief."}, *first, {"role": "assistant", "content": "2"}, *first]
+    for turns in (first, whole):
+        text = ours._template(None, None).render({"messages": turns, "tools": None, "add_generation_prompt": True})
+        assert text == theirs.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        assert ours.chat(turns) == theirs.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]

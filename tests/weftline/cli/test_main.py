@@ -287,7 +287,7 @@ def test_check_says_the_limits_of_an_llm_step_on_a_gpu(weft, write) -> None:
 
 
 @pytest.mark.parametrize("node", ["mine.py:Mine", "mine_too:Mine"])
-def test_check_without_imports_runs_no_file(weft, tmp_path: Path, node: str) -> None:
+def test_without_imports_no_file_is_run(weft, tmp_path: Path, node: str) -> None:
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
     (tmp_path / f"{node.partition(':')[0].removesuffix('.py')}.py").write_text(code)
     file = tmp_path / "strange.yaml"
@@ -295,8 +295,9 @@ def test_check_without_imports_runs_no_file(weft, tmp_path: Path, node: str) -> 
         "weftline: 1\nname: p\ninputs: {x: text}\n"
         f"steps: {{s: {{node: '{node}', inputs: {{x: x}}}}}}\noutputs: {{y: s.y}}\n"
     )
-    ended = weft("check", "--file-only", "--no-import", str(file))
-    assert ended.code == 2 and "which --no-import does not run" in ended.err
+    for command in (["check"], ["check", "--file-only"], ["plan"]):
+        ended = weft(*command, "--no-import", str(file))
+        assert ended.code == 2 and "which --no-import does not run" in ended.err
     assert not (tmp_path / "ran").exists()
     weft("check", "--file-only", str(file))
     assert (tmp_path / "ran").exists()
