@@ -40,9 +40,11 @@ LATE_MS = 60_000.0
 
 
 def fault(state: SchedulerState, worker_id: int, message: msg.FromWorker) -> str:
-    """Return what is wrong with a message; '' if it can come from this worker at this time."""
-    check = _CHECKS.get(type(message))
-    return check(state, worker_id, message) if check is not None else ""
+    """Return what is wrong with a message; '' if it can come from this worker at this time. BatchDone: `result_fault`.
+
+    It is called only for messages of the types in CHECKED.
+    """
+    return _CHECKS[type(message)](state, worker_id, message)
 
 
 def _hello(state: SchedulerState, worker_id: int, message: msg.Hello) -> str:
@@ -121,6 +123,8 @@ _CHECKS: Mapping[type, Callable[[SchedulerState, int, Any], str]] = {
     msg.OutputChunks: _output_chunks,
 }
 
+CHECKED = frozenset(_CHECKS)
+
 
 def result_fault(dispatch: Dispatch, message: msg.BatchDone) -> str:
     """Return which figure of a BatchDone cannot be that of its dispatch; '' for none."""
@@ -130,18 +134,18 @@ def result_fault(dispatch: Dispatch, message: msg.BatchDone) -> str:
     if len(message.ran) > len(unit.steps):
         return f"it returned figures of {len(message.ran)} stages for a dispatch of {len(unit.steps)}"
     for one in message.ran:
-        if (
-            one.items > items
-            or one.batches > CALLS_PER_ITEM_MAX * items
-            or one.run_ms > 2 * dispatch.limit_ms + LATE_MS
-        ):
+        late = one.run_ms > LATE_MS and one.run_ms > 2 * dispatch.limit_ms + LATE_MS
+        if late or one.items > items or one.batches > CALLS_PER_ITEM_MAX * items:
             return f"it returned figures that {items} items cannot have: {one}"
     if message.out_of_memory > items:
         return f"it ran out of memory at {message.out_of_memory} items and had {items}"
-    stages = len(unit.steps)
-    if any(one.__class__ is msg.Failure and one.stage >= stages for one in message.results):
-        return f"it returned a failure of a stage that is not among the {stages} of its dispatch"
     return ""
+
+
+def failure_fault(unit: Unit, failure: msg.Failure) -> str:
+    """Return whether a failure is of a stage that its dispatch does not have; '' otherwise."""
+    stages = len(unit.steps)
+    return "" if failure.stage < stages else f"it returned a failure of stage {failure.stage}, and there are {stages}"
 
 
 def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -> str:
@@ -151,9 +155,26 @@ def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -
     types = state.routes.types
     for slot, value in zip(unit.returns, outputs):
         type = types[slot]
-        if type is not None and not _fits(value, type):
+        if type is not None and not (_is_plain(value, type) or _fits(value, type)):
             return f"it returned {_shown(value)} for an output of type {type}"
     return ""
+
+
+def _is_plain(value: Value, type: PortType) -> bool:
+    """Return whether a value is inline bytes of this type and nothing else, as most are. Quicker than `_fits`."""
+    kind, data = value.kind, value.data
+    return (
+        data is not None
+        and (type.kind == kind or type.kind == "any")
+        and kind in BYTES_KINDS
+        and len(data) <= INLINE_BYTES_MAX
+        and value.place is None
+        and value.items is None
+        and value.device_place is None
+        and value.ready is None
+        and not value.dtype
+        and not value.shape
+    )
 
 
 def foreign(outputs: Iterable[Value], inputs: Iterable[Key], blocks: Iterable[Block]) -> bool:

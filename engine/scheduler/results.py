@@ -67,10 +67,11 @@ def on_message(state: SchedulerState, event: ev.FromWorker) -> None:
         if wrong:
             workers.kill(state, event.worker, wrong)
             return
-    wrong = message_check.fault(state, event.worker, event.message)
-    if wrong:
-        workers.kill(state, event.worker, wrong)
-        return
+    if kind in message_check.CHECKED:
+        wrong = message_check.fault(state, event.worker, event.message)
+        if wrong:
+            workers.kill(state, event.worker, wrong)
+            return
     worker.last_message_ms = state.now_ms
     HANDLERS[kind](state, event.worker, event.message)
 
@@ -331,6 +332,11 @@ def _on_result(
 ) -> None:
     """Handle the result of a live task: produce its outputs, or retry or fail it. blocks: leased for its outputs."""
     if isinstance(result, msg.Failure):
+        wrong = message_check.failure_fault(task.unit, result)
+        if wrong:
+            workers.kill(state, worker_id, wrong)
+            task_table.fail(state, task, "WorkerDied", wrong, queue.name)
+            return
         if host_copies.retry_with_copy(state, worker_id, task):
             return
         name = state.steps[task.unit.steps[result.stage]].name

@@ -225,7 +225,7 @@ def test_a_network_larger_than_its_weights_is_not_allocated(folder: Path, tmp_pa
     wide = [[-1, 60, "Conv", [8192, 3, 1]] for _ in ARCHITECTURE["backbone"]]
     written = {**CONFIG, "architecture": {**ARCHITECTURE, "backbone": wide}}
     (tmp_path / "detector" / "config.json").write_text(json.dumps(written))
-    with pytest.raises(ModelError, match=r"describes a network of \d{8,} numbers, and its weights have"):
+    with pytest.raises(ModelError, match=r"describes a network of at least \d{8,} weights, and \d+ bytes"):
         opened(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 << 20
 
