@@ -145,7 +145,9 @@ def result_fault(dispatch: Dispatch, message: msg.BatchDone) -> str:
 def failure_fault(unit: Unit, failure: msg.Failure) -> str:
     """Return whether a failure is of a stage that its dispatch does not have; '' otherwise."""
     stages = len(unit.steps)
-    return "" if failure.stage < stages else f"it returned a failure of stage {failure.stage}, and there are {stages}"
+    if failure.stage < stages:
+        return ""
+    return f"it returned a failure of a stage that is not among the {stages} of its dispatch"
 
 
 def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -> str:
