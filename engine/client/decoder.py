@@ -20,7 +20,7 @@ from weftline.engine.client.model import DescribedModel, DescribedPort
 from weftline.engine.client.steps import RETRY_AFTER, Refusal, Refused
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, NUMPY
-from weftline.engine.serving.v2.elements import decode_elements
+from weftline.engine.serving.v2.elements import JSON, decode_elements
 from weftline.engine.serving.v2.messages import STATUS, Tensor
 from weftline.engine.serving.v2.protobuf import parse_stream_response
 from weftline.errors import InputError, WeftlineError
@@ -59,6 +59,8 @@ def value_of(tensor: Tensor, port: DescribedPort | None) -> Any:
         array = np.empty(len(elements), object)
         array[:] = elements
         return array.reshape(tensor.shape)
+    if type.kind == "any" and tensor.parameters.get(JSON):
+        type = PortType("json")
     if type.kind != "list" and len(elements) == 1:
         return _read(type, elements[0])
     item = type.item or type

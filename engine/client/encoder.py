@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from weftline.engine.client.model import DescribedPort
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, datatype_of, trailing_dims
-from weftline.engine.serving.v2.elements import encode_elements
-from weftline.engine.serving.v2.messages import Tensor
+from weftline.engine.serving.v2.elements import JSON, encode_elements
+from weftline.engine.serving.v2.messages import Parameter, Tensor
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.media import MediaLimits, to_value
@@ -47,9 +47,12 @@ def tensor_of(port: DescribedPort, value: Any) -> Tensor:
 def _typed(name: str, type: PortType, value: Any) -> Tensor:
     if type.kind == "list":
         return _list(name, type, value)
-    type = _apparent(value) if type.kind == "any" else type
+    is_any = type.kind == "any"
+    type = _apparent(value) if is_any else type
     one = _element(type, value)
-    return _bytes(name, (1,), (one,)) if isinstance(one, bytes) else _array(name, one, type.dtype)
+    if isinstance(one, np.ndarray):
+        return _array(name, one, type.dtype)
+    return _bytes(name, (1,), (one,), {JSON: True} if is_any and type.kind == "json" else {})
 
 
 def _element(type: PortType, value: Any) -> bytes | np.ndarray:
@@ -167,8 +170,10 @@ def _loose(value: Any) -> bytes:
     return found if isinstance(found, bytes) else found.tobytes()
 
 
-def _bytes(name: str, shape: tuple[int, ...], elements: Sequence[bytes]) -> Tensor:
-    return Tensor(name, BYTES, shape, encode_elements(elements))
+def _bytes(
+    name: str, shape: tuple[int, ...], elements: Sequence[bytes], parameters: Mapping[str, Parameter] = {}
+) -> Tensor:
+    return Tensor(name, BYTES, shape, encode_elements(elements), parameters=parameters)
 
 
 def _array(name: str, array: np.ndarray, dtype: str | None) -> Tensor:

@@ -18,7 +18,7 @@ detections       JSON: name, score, box each  -
 tensor           -                            its dtype and dims
 list[T]          one element for each         T's numbers with one dimension more, in front
 list[list[T]]    a JSON document for each     -
-any              text                         any
+any              text; with parameter `json` JSON  any
 """
 
 from __future__ import annotations

@@ -32,6 +32,9 @@ VIEW_BYTES_MIN = 4 << 10
 Element = bytes | memoryview | str
 """A received element: text from JSON, bytes from everything else."""
 
+JSON = "json"
+"""Parameter of a tensor of type `any`: its elements are JSON, not text."""
+
 NOT_AN_ELEMENT = "found an element that is neither text nor bytes"
 _KEYS = {"name", "score", "box"}
 _length = Struct("<I").unpack_from

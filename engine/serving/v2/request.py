@@ -48,7 +48,7 @@ from weftline.engine.serving.v2.datatypes import (
     form_of,
     number_of,
 )
-from weftline.engine.serving.v2.elements import decode_elements, value_of
+from weftline.engine.serving.v2.elements import JSON, decode_elements, value_of
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput, check_version
 from weftline.engine.serving.v2.parameters import (
     ID_CHARS_MAX,
@@ -358,6 +358,7 @@ def _bytes_form(tensor: Tensor, form: ValueForm, port: PortInfo, limits: ServeLi
         raise InputError(f"found {count} elements, expected at most {count_max}")
     rank = len(shape)
     per_item = 1
+    kind = JSON if port.type == "any" and tensor.parameters.get(JSON) is True else form.element
     if form.listed:
         item, batch = rank == 1, shape[0] if rank == 2 else None
         per_item = shape[-1] if shape else 1
@@ -378,7 +379,7 @@ def _bytes_form(tensor: Tensor, form: ValueForm, port: PortInfo, limits: ServeLi
     def value_at(elements: Sequence[object], place: int) -> Any:
         part = elements if place == WHOLE else elements[place * per_item : (place + 1) * per_item]
         listed = form.listed or len(part) != 1
-        values = [value_of(form.element, one, port.type) for one in part]
+        values = [value_of(kind, one, port.type) for one in part]
         if listed and values and all(isinstance(one, Packed) for one in values):
             return Packed("list", items=tuple(values))
         return values if listed else values[0]

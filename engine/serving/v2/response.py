@@ -28,7 +28,7 @@ from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
-from weftline.engine.serving.v2.elements import encode_elements
+from weftline.engine.serving.v2.elements import JSON, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
@@ -95,7 +95,10 @@ def _tensor(port: PortInfo, value: Any) -> Tensor:
         return Tensor(name, (numbers and numbers.datatype) or BYTES, (0,), b"", parameters=ABSENT)
     if isinstance(value, list | tuple) and form_of(kind).listed:
         return _list(name, value, kind)
-    return Tensor(name, BYTES, (1,), encode_elements((_element(value, kind),)))
+    is_json = kind == "any" and not isinstance(value, str | bytes | bytearray | memoryview)
+    return Tensor(
+        name, BYTES, (1,), encode_elements((_element(value, kind),)), parameters={JSON: True} if is_json else {}
+    )
 
 
 def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
@@ -165,14 +168,14 @@ def _plain(value: Any) -> Any:
 def _concatenated(port: PortInfo, tensors: list[Tensor]) -> Tensor:
     """Concatenate one output of all items of a batch, with the batch size in front."""
     first, count = tensors[0], len(tensors)
-    if len({(one.datatype, one.shape, bool(one.parameters)) for one in tensors}) > 1:
+    if len({(one.datatype, one.shape, *one.parameters) for one in tensors}) > 1:
         raise InputError(
             f"output {port.name} differs in shape from item to item of the batch\n    fix: send the items one at a time"
         )
-    if first.parameters:
+    if first.parameters == ABSENT:
         return first
     raw = first.raw if count == 1 else b"".join([one.raw for one in tensors if one.raw is not None])
-    return Tensor(port.name, first.datatype, (count, *first.shape), raw)
+    return Tensor(port.name, first.datatype, (count, *first.shape), raw, parameters=first.parameters)
 
 
 def _write_to_region(tensor: Tensor, region: Region, regions: Regions | None) -> Tensor:

@@ -35,6 +35,11 @@ from weftline.nodes.ports import PortType
         ("list[bytes]", [b"", b"\xff"]),
         ("list[list[text]]", [["a"], []]),
         ("any", "text"),
+        ("any", "[1]"),
+        ("any", [1, "a", None]),
+        ("any", {"a": {}}),
+        ("any", 5),
+        ("any", []),
     ],
 )
 def test_plain_values_come_back(type: str, value: Any) -> None:

@@ -1,5 +1,6 @@
 """Encoded values arrive equal in the engine, and invalid ones are refused before sending."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ FOUND = Detections(np.ones((1, 4), np.float32), np.ones(1, np.float32), np.zeros
         ("bytes", b"\x00\xff", b"\x00\xff"),
         ("bytes", memoryview(b"ab"), b"ab"),
         ("any", "text", "text"),
+        ("any", [1, "a", None], [1, "a", None]),
+        ("any", {"a": [math.inf]}, {"a": [math.inf]}),
+        ("any", [], []),
         ("list[text]", ["a", "", "c"], ["a", "", "c"]),
         ("list[text]", [], []),
         ("list[json]", [{"a": 1}, None], [{"a": 1}, None]),
