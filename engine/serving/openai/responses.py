@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 from weftline.engine.serving.openai.ports import AnswerPorts
+from weftline.errors import StepError
 
 FINISHED = ("stop", "length", "tool_calls", "content_filter")
 
@@ -82,7 +84,7 @@ def usage_of(value: object) -> Usage:
     if not isinstance(value, Mapping):
         return Usage()
     counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "truncated_tokens")]
-    return Usage(*[int(count) if isinstance(count, int | float) else 0 for count in counts])
+    return Usage(*[int(count) if isinstance(count, int | float) and math.isfinite(count) else 0 for count in counts])
 
 
 def finish_of(usage: object, tool_calls: object = None) -> str:
@@ -218,12 +220,30 @@ def text_logprobs_json(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     offsets = list(itertools.accumulate(map(len, names), initial=0))[:-1]
     return {
         "tokens": names,
-        "token_logprobs": [one.get("logprob") for one in tokens],
-        "top_logprobs": [{str(t.get("token", "")): t.get("logprob") for t in one.get("top", ())} for one in tokens],
+        "token_logprobs": [_logprob(one) for one in tokens],
+        "top_logprobs": [{str(t.get("token", "")): _logprob(t) for t in one.get("top", ())} for one in tokens],
         "text_offset": offsets,
     }
 
 
 def _token(one: Mapping[str, Any]) -> dict[str, Any]:
     token = str(one.get("token", ""))
-    return {"token": token, "logprob": one.get("logprob"), "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": _logprob(one), "bytes": list(token.encode("utf-8", "replace"))}
+
+
+LOGPROB_MIN = -9999.0
+"""OpenAI's log-probability of a token that cannot occur: JSON has no infinity."""
+
+
+def _logprob(one: Mapping[str, Any]) -> Any:
+    """Return a token's log-probability; StepError for NaN and positive infinity."""
+    found = one.get("logprob")
+    return LOGPROB_MIN if found == -math.inf else finite(found, "a log-probability")
+
+
+def finite(value: Any, what: str) -> Any:
+    """Return a number that JSON has, and other values unchanged; StepError for NaN and infinities."""
+    if isinstance(value, float) and not math.isfinite(value):
+        fix = "`finite: true` in the step of the model fails such items alone"
+        raise StepError(f"the model gave {value} as {what}, which JSON lacks\n    fix: {fix}")
+    return value

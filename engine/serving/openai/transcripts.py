@@ -6,12 +6,14 @@ The formats with times need an output `segments` (json): a list of objects with 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.openai.bodies import GRANULARITIES
+from weftline.engine.serving.openai.responses import finite
 from weftline.errors import StepError
 from weftline.nodes.subtitles import srt, vtt
 
@@ -58,16 +60,17 @@ def _segment(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
         "end": found["end"],
         "text": found["text"],
         "temperature": 0.0,
-        "avg_logprob": found.get("logprob"),
+        "avg_logprob": finite(found.get("logprob"), "a log-probability"),
         "compression_ratio": round(len(text) / len(zlib.compress(text)), 4),
-        "no_speech_prob": found.get("no_speech"),
+        "no_speech_prob": finite(found.get("no_speech"), "the probability of no speech"),
     }
 
 
 def _is_timed(found: Any, text: str) -> bool:
     if not isinstance(found, Mapping) or not isinstance(found.get(text), str):
         return False
-    return all(type(found.get(name)) in (int, float) for name in ("start", "end"))
+    times = [found.get(name) for name in ("start", "end")]
+    return all(type(one) in (int, float) and math.isfinite(one) for one in times)
 
 
 def _has_words(segment: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import math
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
-from weftline.errors import InputError
+from weftline.engine.serving.openai.responses import chat_logprobs_json, text_logprobs_json, usage_of
+from weftline.errors import InputError, StepError
 
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": "stop"}
 
@@ -67,9 +69,12 @@ TIMED = [
 
 def hears(ask: Ask) -> dict[str, Any]:
     wanted = ask.inputs.get("language", "en")
-    segments: Any = {"xx": "none", "yy": [{"start": "0"}], "zz": [{"start": 0, "end": 1, "text": "a"}]}.get(
-        wanted, TIMED
-    )
+    odd: Any = {
+        "xx": "none", "yy": [{"start": "0"}], "zz": [{"start": 0, "end": 1, "text": "a"}],
+        "nan": [TIMED[0] | {"logprob": math.nan}], "inf": [TIMED[0] | {"no_speech": math.inf}],
+        "end": [TIMED[0] | {"end": math.nan}],
+    }  # fmt: skip
+    segments = odd.get(wanted, TIMED)
     return {"text": f"Good <morning> world, {ask.inputs['task']}", "segments": segments, "language": wanted}
 
 
@@ -173,6 +178,18 @@ def test_a_vector_that_json_lacks_comes_as_base64_alone(client: openai.OpenAI, e
     body = {"model": "embed", "input": ["a", text]}
     response = httpx.post(f"{endpoint.url}/v1/embeddings", json=body)
     assert response.status_code == 500 and "base64" in response.json()["error"]["message"]
+
+
+def test_a_log_probability_is_a_number_of_json_or_an_error() -> None:
+    token = {"token": "a", "logprob": -math.inf, "top": [{"token": "b", "logprob": -math.inf}]}
+    for found in (chat_logprobs_json([token]), text_logprobs_json([token])):
+        assert str(found).count("-9999.0") == 2 and "inf" not in str(found)
+    for wrong in (math.nan, math.inf):
+        for one in (token | {"logprob": wrong}, token | {"top": [{"token": "b", "logprob": wrong}]}):
+            for form in (chat_logprobs_json, text_logprobs_json):
+                with pytest.raises(StepError, match=f"the model gave {wrong} as a log-probability"):
+                    form([one])
+    assert usage_of({"prompt_tokens": math.nan, "completion_tokens": math.inf, "cached_tokens": 2}).prompt == 0
 
 
 def test_scores_that_json_lacks_are_an_error(endpoint: Hosted) -> None:
@@ -440,10 +457,13 @@ def test_a_recording_is_translated(client: openai.OpenAI, endpoint: Hosted) -> N
     assert "no input `task` (text)" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("language", ["xx", "yy"])
-def test_segments_without_times_are_a_fault_of_the_pipeline(endpoint: Hosted, language: str) -> None:
-    fields = {"model": "timed-ears", "response_format": "srt", "language": language}
-    response = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=fields, files={"file": ("x", b"RIFF")})
+@pytest.mark.parametrize(("language", "format"), [
+    ("xx", "srt"), ("yy", "srt"), ("end", "srt"), ("end", "verbose_json"), ("nan", "verbose_json"),
+    ("inf", "verbose_json"),
+])  # fmt: skip
+def test_segments_without_times_are_a_fault_of_the_pipeline(endpoint: Hosted, language: str, format: str) -> None:
+    fields = {"model": "timed-ears", "response_format": format, "language": language}
+    response = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=fields, files={"file": ("x", wav(1))})
     assert response.status_code == 500
 
 
