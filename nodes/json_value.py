@@ -186,7 +186,8 @@ def _simpler(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, _TO_BUILTINS):
-        return msgspec.to_builtins(value)
+        known = type(value) in _TO_BUILTINS or not hasattr(value, "isoformat")
+        return msgspec.to_builtins(value) if known else value.isoformat()  # those of pandas have nanoseconds
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):

@@ -183,7 +183,7 @@ def _json_cells(column: Any) -> tuple[list[str | None], list[Any]] | None:
         return None
     values = [None if missing else value for value, missing in zip(column, column.isna(), strict=True)]
     kinds = {value.__class__ for value in values} - {type(None)}
-    if kinds <= {str} or not kinds <= {str, bool, int, float, list, dict}:
+    if kinds <= {str} or (len(kinds) == 1 and not kinds <= {bool, int, float, list, dict}):
         return None
     try:
         values = [to_json(value) for value in values]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.jobs.output.folder import LOCAL
 from weftline.engine.jobs.output.layout import SUFFIXES, format_of
 from weftline.engine.jobs.output.manifest import Manifest
-from weftline.engine.jobs.output.tables import check_columns
+from weftline.engine.jobs.output.tables import check_columns, stored
 from weftline.engine.jobs.progress import Sample
 from weftline.engine.jobs.recorder import sample_of
 from weftline.engine.jobs.rows import RowBlock, Source, Stop
@@ -101,6 +101,7 @@ def prepare(spec: JobSpec, factory: RunnerFactory) -> PreparedJob:
         part_rows = spec.out.part_rows or factory.part_rows
         columns = columns_of({name: types[name] for name in names}, kept, "id", spec.out.media)
         check_columns(columns.schema, format)
+        columns = replace(columns, schema=stored(columns.schema, format))
         manifest = Manifest(
             pipeline=pipeline_parts(plan) | {"text": to_yaml(pipeline)},
             input=dict(source.fingerprint()),

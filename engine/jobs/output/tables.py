@@ -125,16 +125,43 @@ def write_part(format: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
     return rows
 
 
+_NOT_WRITTEN = (pa.ArrowException, OSError, ValueError, TypeError, NotImplementedError)
+
+
+def stored(schema: pa.Schema, format: str) -> pa.Schema:
+    """Return the schema that a file of this format has: Parquet stores times of seconds in milliseconds.
+
+    A column that the format cannot hold keeps its type; `check_columns` reports it.
+    """
+    return pa.schema([_stored_field(field, format) for field in schema], metadata=schema.metadata)
+
+
+def _stored_field(field: pa.Field, format: str) -> pa.Field:
+    if format != "parquet":
+        return field
+    try:
+        return field.with_type(pq.read_schema(io.BytesIO(_written(field, format))).field(0).type)
+    except _NOT_WRITTEN:
+        return field
+
+
+def _written(field: pa.Field, format: str) -> bytes:
+    """Return a file with this column alone."""
+    one = pa.table([pa.nulls(1, field.type)], schema=pa.schema([field.with_nullable(True)]))
+    out = io.BytesIO()
+    write_part(format, one.schema, one.to_batches(), out)
+    return out.getvalue()
+
+
 def check_columns(schema: pa.Schema, format: str) -> None:
     """Raise InputError with every column that the format cannot hold."""
     problems = []
     for field in schema:
         try:
-            empty = pa.table([pa.nulls(1, field.type)], schema=pa.schema([field.with_nullable(True)]))
-            write_part(format, empty.schema, empty.to_batches(), io.BytesIO())
+            _written(field, format)
             if format == "hf":
-                features(empty.schema)
-        except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
+                features(pa.schema([field.with_nullable(True)]))
+        except _NOT_WRITTEN as error:
             problems.append(f"column {field.name}: {field.type} cannot be written as {format}: {first_line(error)}")
     if problems:
         fix = "choose the columns to keep (--keep), without these, or another format"

@@ -27,6 +27,7 @@ from types import NoneType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -34,10 +35,12 @@ from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_text
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson, read_json
 
 MIXED = pa.json_()
 """Type of a JSON column whose first values have no common type."""
 
+TOO_LARGE = "a number that no double holds"
 TOO_DEEP = "not valid JSON: nested too deeply, or a number of too many digits"
 SURROGATE = "text with half of a surrogate pair"
 
@@ -45,7 +48,7 @@ NUMBER_NULLS = (
     "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA", "NULL",
     "NaN", "n/a", "nan", "null",
 )  # fmt: skip
-"""Cells of CSV that are null where a number is needed, as in pyarrow and pandas."""
+"""Cells of CSV that are null in `--where`, as in pyarrow and pandas, and all but NaN in inputs."""
 
 NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
@@ -64,9 +67,9 @@ _TRUTH: Mapping[str, bool] = {
 }  # fmt: skip
 _NUMBER_TYPES = (pa.int64(), pa.uint64(), pa.float64(), pa.bool_())
 _FIRST_ROWS = 256
-_NOT_IN_RESULTS = r"NaN|Infinity|\\u[dD][89a-fA-F]"
+_SURROGATES = r"\\u[dD][89a-fA-F]"
 _LINE_END = r"[\r\n][ \t\r\n]*"
-"""What may stand in the text of a cell and not in a line of results; line ends are between JSON tokens."""
+"""Line ends in the text of a cell: they stand between JSON tokens, since a text has them escaped."""
 
 _EXACT = 1 << 53
 """All whole numbers up to this are exact as floats."""
@@ -97,7 +100,9 @@ def json_values(cells: Sequence[str | None]) -> list[Any]:
 
 def _json_value(cell: str) -> Any:
     try:
-        return json.loads(cell)
+        return read_json(cell)
+    except NotJson as error:
+        return Unusable(error.found)
     except (ValueError, RecursionError):
         return Unusable(TOO_DEEP)
 
@@ -122,15 +127,20 @@ def csv_numbers(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]
     """Return the numbers in CSV cells, as `_number` does, cast together where that changes none of them."""
     array, reasons = _numbers(cells, field.type)
     values: list[Any] = array.to_pylist()
-    beyond = [row for row, one in enumerate(values) if one.__class__ is float and abs(one) >= _EXACT]
+    beyond = [row for row, one in enumerate(values) if one is None or (one.__class__ is float and abs(one) >= _EXACT)]
     for row in sorted({*reasons, *beyond}):
         values[row] = _number(cells[row].as_py())
     return values
 
 
 def _number(cell: str) -> Any:
-    """Return the number in a CSV cell: int, float or bool; None for NUMBER_NULLS, Unusable for anything else."""
+    """Return the number in a CSV cell: int, float or bool; None for NUMBER_NULLS, Unusable for anything else.
+
+    NaN is a number here: it fits floats only.
+    """
     text = cell.strip()
+    if text.lower() in ("nan", "+nan", "-nan"):
+        return math.nan
     if text in NUMBER_NULLS:
         return None
     if text in _TRUTH:
@@ -141,7 +151,8 @@ def _number(cell: str) -> Any:
         if _HEX.fullmatch(text):
             return int(text, 16)
         if _FRACTION.fullmatch(text):
-            return float(text)
+            number = float(text)
+            return Unusable(TOO_LARGE) if math.isinf(number) and text[-1].isdigit() else number
     except ValueError:  # too many digits
         pass
     return Unusable(f"expected a number, found {cell[:40]!r}")
@@ -342,25 +353,16 @@ def kept(table: pa.Table, source: pa.Schema, wanted: pa.Schema) -> tuple[pa.Tabl
 
 
 def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
-    """Return JSON cells as they stand in a line of results: NaN and infinities are null inside it."""
-    if not _has(cells, f"{_NOT_IN_RESULTS}|{_LINE_END}"):
+    """Return JSON cells as they stand in a line of results, and by row why a cell cannot stand there."""
+    if _has(cells, _LINE_END):
+        cells = pc.replace_substring_regex(cells, _LINE_END, "")
+    doubtful = pc.fill_null(pc.match_substring_regex(cells, _SURROGATES), False)
+    if not pc.any(doubtful).as_py():
         return cells, {}
-    cells = pc.replace_substring_regex(cells, _LINE_END, "")
-    doubtful = pc.match_substring_regex(cells, _NOT_IN_RESULTS)
     texts, reasons = cells.to_pylist(), dict[int, str]()
-    for row, one in enumerate(doubtful.to_pylist()):
-        if one:
-            value = _json_value(texts[row])
-            texts[row] = None
-            try:
-                if isinstance(value, Unusable):
-                    reasons[row] = f"column {name}: {value.reason}"
-                elif not is_unicode(json.dumps(value, ensure_ascii=False)):
-                    reasons[row] = f"column {name}: {SURROGATE}"
-                else:
-                    texts[row] = msgspec.json.encode(value).decode()
-            except RecursionError:
-                reasons[row] = f"column {name}: {TOO_DEEP}"
+    for row in np.flatnonzero(doubtful).tolist():
+        if why := _not_unicode(texts[row]):
+            reasons[row], texts[row] = f"column {name}: {why}", None
     return pa.array(texts, pa.string()), reasons
 
 
@@ -380,6 +382,14 @@ def _is_json(text: str) -> bool:
         return True
     except (msgspec.DecodeError, RecursionError):
         return not isinstance(_json_value(text), Unusable)
+
+
+def _not_unicode(cell: str) -> str:
+    """Return why a cell's texts are not Unicode; '' if they are."""
+    try:
+        return "" if is_unicode(json.dumps(json.loads(cell), ensure_ascii=False)) else SURROGATE
+    except (ValueError, RecursionError):
+        return TOO_DEEP
 
 
 def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:

@@ -126,7 +126,7 @@ def _for_tensor(type: pa.DataType, port: PortType) -> str:
         depth, inner = depth + 1, storage(inner.value_type)
     if not is_number(inner):
         return f"a column of {type} has no numbers for {port}"
-    if port.dtype in STAND_INS:
+    if port.dtype in STAND_INS and port.dtype != "bfloat16":
         return f"{port.dtype} cannot come from a column"
     if port.dims is not None and len(port.dims) != depth:
         return f"a column of {type} has {depth} dimensions, {port} has {len(port.dims)}"

@@ -6,9 +6,6 @@ Values of typed columns are converted column by column. Cells (cells.py) are val
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import json
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,6 +24,7 @@ from weftline.engine.jobs.sources.formats import alternatives
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE, is_late
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson, read_json, to_json
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.problems import did_you_mean, listed
@@ -364,8 +362,41 @@ def _json(array: pa.Array, field: pa.Field) -> list[Any]:
 
 
 def _pylist(array: pa.Array) -> list[Any]:
-    values: list[Any] = array.to_pylist(maps_as_pydicts="lossy")
+    if _has_nanoseconds(array.type):
+        array = array.cast(_with_texts(array.type))
+    try:
+        values: list[Any] = array.to_pylist(maps_as_pydicts="strict")
+    except KeyError:
+        values = [_mapping(one) for one in array]
     return [_plain(value) for value in values] if _is_beyond_json(array.type) else values
+
+
+def _mapping(value: pa.Scalar) -> Any:
+    try:
+        return value.as_py(maps_as_pydicts="strict")
+    except KeyError:
+        return Unusable("a map with a key twice")
+
+
+def _has_nanoseconds(type: pa.DataType) -> bool:
+    """Return True for times of day that Python cannot hold: it has microseconds."""
+    if pa.types.is_map(type):
+        return False  # Arrow casts no maps
+    if type.num_fields:
+        return any(_has_nanoseconds(type.field(place).type) for place in range(type.num_fields))
+    return bool(type == _TIME_NS)
+
+
+def _with_texts(type: pa.DataType) -> pa.DataType:
+    """Return a type with texts for times of day in nanoseconds."""
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_with_texts(field.type)) for field in type])
+    if is_list(type):
+        return pa.list_(type.value_field.with_type(_with_texts(type.value_type)))
+    return pa.string() if type == _TIME_NS else type
+
+
+_TIME_NS = pa.time64("ns")
 
 
 def _is_beyond_json(type: pa.DataType) -> bool:
@@ -378,18 +409,14 @@ def _is_beyond_json(type: pa.DataType) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
+    return value if isinstance(value, Unusable) else to_json(value)
 
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return read_json(text)
+    except NotJson as error:
+        return Unusable(error.found)
     except (ValueError, RecursionError):
         return Unusable("not valid JSON")
 

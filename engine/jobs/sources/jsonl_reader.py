@@ -7,6 +7,7 @@ those that an input needs. A line that is no JSON object becomes a row of nulls 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -37,6 +38,8 @@ LEARN_BYTES = 4 << 20
 """Limits of schema inference on the first file."""
 
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decoder = json.JSONDecoder()
+_OPEN, _COLON, _COMMA = (re.compile(rf"[ \t\r\n]*{sign}[ \t\r\n]*") for sign in (r"\{", ":", ",?"))
 
 
 class JsonlReader(TextReader):
@@ -134,9 +137,27 @@ def _cells(line: bytes, utf8: bool) -> dict[str, Any] | str:
             pass  # NaN and halves of surrogate pairs pass below, everything else gets its reason there
     found = _object(line)
     try:
-        return {name: json.dumps(one).encode() for name, one in found.items()} if isinstance(found, dict) else found
+        return _spans(line.decode()) if isinstance(found, dict) else found
     except RecursionError:
         return TOO_DEEP
+
+
+def _spans(line: str) -> dict[str, bytes]:
+    """Return the text of each value of a line that is a valid object."""
+    cells: dict[str, bytes] = {}
+    at = _skipped(_OPEN, line, 0)
+    while line[at] != "}":
+        name, end = _decoder.raw_decode(line, at)
+        start = _skipped(_COLON, line, end)
+        _, end = _decoder.raw_decode(line, start)
+        cells[name] = line[start:end].encode()
+        at = _skipped(_COMMA, line, end)
+    return cells
+
+
+def _skipped(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    return found.end() if found else at
 
 
 def _object(line: bytes) -> dict[str, Any] | str:

@@ -1,6 +1,8 @@
 """Every source gives a row the values that `Session.run` gets for it, whatever other rows hold."""
 
 import csv
+import datetime
+import decimal
 import io
 import json
 import math
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -246,6 +249,10 @@ def test_values_of_hive_folders_are_those_of_run(folder: Path, cells: list[str |
         ("int64[]", ["9007199254740993", "7", "1.0", "1.5", "-0007"], [9007199254740993, 7, 1, FAILED, -7]),
         ("uint64[]", ["18446744073709551615", "7", "x"], [18446744073709551615, 7, FAILED]),
         ("bool[]", ["true", "False", "1", "2"], [True, False, True, FAILED]),
+        ("float32[]", ["1", "2.5", "nan", "NaN", "-nan", "inf", "-Infinity", "1e400", "-2e308", "1.e400", "NA",
+          "1e-400"],
+         [1.0, 2.5, math.nan, math.nan, math.nan, math.inf, -math.inf, FAILED, FAILED, FAILED, None, 0.0]),
+        ("int64[]", ["1", "2", "NaN", "null"], [1, 2, FAILED, None]),
     ],
 )  # fmt: skip
 def test_csv_cells_are_the_numbers_that_a_port_needs(
@@ -386,16 +393,68 @@ def test_a_value_that_a_typed_column_cannot_hold_is_an_error_row(tmp_path: Path)
     assert [row["n"] for row in rows] == [1, 2, "x", 1.5, True, 99999999999999999999, [1]]
 
 
-def test_kept_jsonl_values_are_lines_of_valid_json(tmp_path: Path) -> None:
+def test_kept_jsonl_values_are_the_text_of_the_file(tmp_path: Path) -> None:
     data = tmp_path / "odd.jsonl"
-    odd = ["[NaN, 1.10]", '"\\ud800"', '{"a":1,\r"b": "NaN"}', "1e400", "0.1000000000000000055511151231257827", "1.10"]
-    data.write_text("".join(f'{{"v": 0, "k": {one}}}\n' for one in odd), newline="")
+    odd = [
+        "[NaN, 1.10]", '"\\ud800"', '{"a":1,\r"b": "NaN"}', "1e400", "0.1000000000000000055511151231257827", "1.10",
+        '[-Infinity, 1e400, "\\ud83d\\ude00", {"z": [1.10]}]',
+    ]  # fmt: skip
+    data.write_text("".join(f'{{"v": 0, "k": {one} , "n": [NaN, 1.10]}}\n' for one in odd), newline="")
     job(tmp_path, data, "out.jsonl")
     assert list(errors_of(tmp_path, "out.jsonl").values()) == ["input v: column k: text with half of a surrogate pair"]
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert [line.split('"k":')[1].split(',"seen"')[0] for line in lines] == [
-        "[null,1.1]", '{"a":1,"b":"NaN"}', "1e400", odd[4], "1.10",
-    ]  # fmt: skip
+    expected = [one.replace("\r", "") for one in odd if one != odd[1]]
+    assert [line.split('"k":')[1].split(',"n"')[0] for line in lines] == expected
+    assert [line.split('"n":')[1].split(',"seen"')[0] for line in lines] == ["[NaN, 1.10]"] * len(expected)
+
+
+@pytest.mark.parametrize("value", ["1e400", "[-1e400, NaN]", '{"a": [2e308]}', "1" + "0" * 309 + ".0"])
+def test_a_number_that_no_double_holds_fails_its_row(tmp_path: Path, value: str) -> None:
+    data = tmp_path / "large.jsonl"
+    data.write_text(f'{{"v": 1}}\n{{"v": {value}}}\n')
+    assert [row["seen"] for row in job(tmp_path, data, "out.jsonl")] == ["1"]
+    (reason,) = errors_of(tmp_path, "out.jsonl").values()
+    assert "a number that no double holds" in reason
+    column = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", value]))
+    pq.write_table(pa.table({"v": column}), tmp_path / "text.parquet")
+    assert [row["seen"] for row in job(tmp_path, tmp_path / "text.parquet", "again.jsonl")] == ["1"]
+
+
+def test_times_of_any_unit_are_kept_and_are_the_texts_of_run(tmp_path: Path) -> None:
+    moment = datetime.datetime(2026, 3, 1, 12, tzinfo=datetime.UTC)
+    columns: dict[str, tuple[pa.Array, str]] = {
+        "seconds": (pa.array([moment], pa.timestamp("s", "UTC")), "2026-03-01T12:00:00Z"),
+        "day": (pa.array([moment.date()], pa.date64()), "2026-03-01"),
+        "days": (pa.array([[moment.date()]], pa.list_(pa.date64())), "2026-03-01"),
+        "clock": (pa.array([3600], pa.time32("s")), "01:00:00"),
+        "exact": (pa.array([1], pa.time64("ns")), "00:00:00.000000001"),
+        "length": (pa.array([datetime.timedelta(seconds=-5)]), "-PT5S"),
+        "money": (pa.array([decimal.Decimal("1.10")]), "1.10"),
+    }
+    for name, (array, text) in columns.items():
+        table = pa.table({"v": array})
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        (row,) = job(tmp_path, tmp_path / f"{name}.arrow", f"{name}.parquet")
+        found = pq.read_table(tmp_path / f"{name}.parquet").column("v")
+        assert row["seen"] == repr([text] if name == "days" else text)
+        assert found.cast(array.type).to_pylist() == array.to_pylist()
+
+
+def test_a_map_with_a_key_twice_is_an_error_row(tmp_path: Path) -> None:
+    type = pa.list_(pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"v": pa.array([[[("k", 1), ("k", 2)]], [[("k", 1)], [("l", 2)]]], type)})
+    pq.write_table(table, tmp_path / "maps.parquet")
+    assert [row["seen"] for row in job(tmp_path, tmp_path / "maps.parquet", "out.jsonl")] == ["[{'k': 1}, {'l': 2}]"]
+    assert list(errors_of(tmp_path, "out.jsonl").values()) == ["input v: a map with a key twice"]
+
+
+def test_objects_of_a_data_frame_are_those_of_run(tmp_path: Path) -> None:
+    values = [np.int64(1), 1.5, np.float32(0.5), decimal.Decimal("1.10"), datetime.date(2026, 3, 1), (1, "a"), True]
+    frame = pd.DataFrame({"v": pd.Series(values, dtype=object)})
+    plan = plan_of(tmp_path, "json")
+    assert by_rows(plan, frame) == by_run(plan, values)
+    assert by_run(plan, [pd.Timestamp(1, tz="UTC")]) == by_run(plan, ["1970-01-01T00:00:00.000000001+00:00"])
 
 
 def test_kept_values_of_a_json_list_are_as_in_the_file(tmp_path: Path) -> None:

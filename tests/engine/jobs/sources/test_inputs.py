@@ -151,7 +151,7 @@ def test_inputs_get_columns_by_name_or_mapping_and_may_be_left_out() -> None:
         (pa.string(), "float32[2]"),
         (pa.int64(), "float32[2]"),
         (pa.list_(pa.float32(), 3), "float32[2]"),
-        (pa.list_(pa.float32()), "bfloat16[N]"),
+        (pa.list_(pa.float32()), "float8_e5m2[N]"),
         (pa.list_(pa.struct([("score", pa.float32())])), "detections"),
     ],
 )
@@ -348,6 +348,17 @@ def test_npy_of_another_dtype_is_exact_or_refused() -> None:
     bits = np.array([0x3F80], np.uint16)
     assert same(values([npy(bits)], "bfloat16[N]"), [bits]), "the bits, as `run` reads such a file"
     assert isinstance(values([npy(np.array([1.0]))], "float8_e5m2[N]")[0], Unusable)
+
+
+def test_bfloat16_comes_from_numbers_of_columns() -> None:
+    bits = np.array([0x3F80, 0x4040], np.uint16)
+    types = [pa.float16(), pa.float32(), pa.float64(), pa.int8(), pa.uint16()]
+    for column in [pa.list_(one) for one in types] + [pa.list_(one, 2) for one in types]:
+        table = pa.array([[1, 3], None], column)
+        assert same(values(table, "bfloat16[N]"), [bits, None])
+    found = values([[257, 1], [1, 3]], "bfloat16[N]")
+    assert found[0] == Unusable("wants bfloat16[N], got numbers that bfloat16 does not hold exactly")
+    assert same(values([[[1.0], [3.0]]], "bfloat16[N, M]"), [bits.reshape(2, 1)])
 
 
 def test_holes_in_booleans_and_halves_spoil_their_rows_alone() -> None:
