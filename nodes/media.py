@@ -42,7 +42,10 @@ def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
     if dtype not in ITEM_BYTES:
         raise InputError(f"wants {type}, got an array of {dtype:.40}")
     if type.dtype is not None and dtype != STAND_INS.get(type.dtype, type.dtype):
-        raise InputError(f"wants {type}, got {describe(array)}\n    fix: convert it, x.astype({type.dtype!r})")
+        fix = f"convert it, x.astype({type.dtype!r})"
+        if type.dtype in STAND_INS:
+            fix = "pass the numbers as a list, or a torch tensor" if type.dtype == "bfloat16" else "pass a torch tensor"
+        raise InputError(f"wants {type}, got {describe(array)}\n    fix: {fix}")
     if type.dims is not None and not fits(type.dims, array.shape):
         raise InputError(f"wants {type}, got {describe(array)}")
     if byte_size(dtype, array.shape) > bytes_max:
@@ -53,6 +56,8 @@ def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
 def _from_array(type: PortType, raw: Any) -> np.ndarray:
     if hasattr(raw, "detach"):
         raw = _from_torch(raw)
+    if isinstance(raw, np.ma.MaskedArray) and np.ma.is_masked(raw):
+        raise InputError(f"wants {type}, got an array with masked numbers\n    fix: fill them, x.filled(0)")
     dtype = dtype_name(raw.dtype)
     if dtype in STAND_INS:  # ml_dtypes' arrays: numpy proper knows these bits as unsigned integers
         raw = raw.view(STAND_INS[dtype])

@@ -371,3 +371,18 @@ def test_limits_hold_for_each_element_and_the_error_names_it() -> None:
         to_value(PortType.parse("list[list[text]]"), [[], [7]])
     with pytest.raises(InputError, match="element 0: a path"):
         to_value(PortType.parse("list[image]"), ["photo.png"])
+
+
+def test_masked_numbers_are_no_values_of_a_tensor() -> None:
+    wanted, numbers = PortType.parse("float32[N]"), np.array([1, 2], np.float32)
+    with pytest.raises(InputError, match=r"masked numbers\n    fix: fill them, x.filled"):
+        to_value(wanted, np.ma.masked_array(numbers, [False, True]))
+    assert to_value(wanted, np.ma.masked_array(numbers, [False, False])).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fix"), [("bfloat16", "pass the numbers as a list"), ("float8_e5m2", "torch tensor")]
+)
+def test_the_fix_for_dtypes_that_numpy_lacks_is_none_of_numpy(dtype: str, fix: str) -> None:
+    with pytest.raises(InputError, match=fix):
+        to_value(PortType.parse(f"{dtype}[N]"), np.ones(2, np.float32))

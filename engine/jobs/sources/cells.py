@@ -353,7 +353,8 @@ def kept(table: pa.Table, source: pa.Schema, wanted: pa.Schema) -> tuple[pa.Tabl
 
 
 def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
-    """Return JSON cells as they stand in a line of results, and by row why a cell cannot stand there."""
+    """Return JSON cells as they stand in the results, null for null; and by row why a cell cannot stand there."""
+    cells = pc.if_else(pc.equal(cells, "null"), pa.scalar(None, pa.string()), cells)
     if _has(cells, _LINE_END):
         cells = pc.replace_substring_regex(cells, _LINE_END, "")
     doubtful = pc.fill_null(pc.match_substring_regex(cells, _SURROGATES), False)

@@ -80,6 +80,12 @@ class CsvReader(TextReader):
             )  # fmt: skip
         except pa.ArrowException as error:
             raise InputError(f"{self.origins[origin].shown}:1: cannot be read as CSV: {_reason(error, [])}") from None
+        if table.num_rows > 1:
+            fix = "tr '\\r' '\\n' < FILE > FILE.csv"
+            raise InputError(
+                f"{self.origins[origin].shown}:1: its lines end with a carriage return alone; expected line feeds\n"
+                f"    fix: {fix}"
+            )
         return [column[0].as_py() for column in table.columns], head[:size]
 
     def _types(self, data: bytes, names: Sequence[str], origin: int) -> pa.Schema:

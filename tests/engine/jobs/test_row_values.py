@@ -380,6 +380,14 @@ def test_kept_jsonl_values_are_typed_or_json_text_in_parquet(tmp_path: Path) -> 
     assert [row["seen"] for row in again] == ["{'a': 1}", "{'b': 2}"]
 
 
+@pytest.mark.parametrize("out", ["out.jsonl", "out.parquet"])
+def test_null_and_absent_are_null_in_columns_of_json_text(tmp_path: Path, out: str) -> None:
+    data = tmp_path / "nulls.jsonl"
+    data.write_text('{"v": 1, "k": {"a": 1}}\n{"v": 2, "k": null}\n{"v": 3}\n{"v": 4, "k": "null"}\n')
+    found = [row["k"] for row in job(tmp_path, data, out)]
+    assert found == ([{"a": 1}, None, None, "null"] if out == "out.jsonl" else ['{"a": 1}', None, None, '"null"'])
+
+
 def test_a_value_that_a_typed_column_cannot_hold_is_an_error_row(tmp_path: Path) -> None:
     data = tmp_path / "late.jsonl"
     late = ['"x"', "1.5", "true", "99999999999999999999", "[1]"]
@@ -502,6 +510,14 @@ def test_csv_keeps_what_the_file_has(tmp_path: Path, out: str) -> None:
         (str(place), code, "1.5") for place, code in enumerate(CODES)
     ]
     assert [row["seen"] for row in rows] == list(map(str, range(len(CODES))))
+
+
+def test_csv_with_carriage_returns_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mac.csv").write_bytes(b"v,k\ra,1\rb,2\r")
+    with pytest.raises(InputError, match="mac.csv:1: its lines end with a carriage return alone"):
+        job(tmp_path, tmp_path / "mac.csv", "out.jsonl", type="text")
+    (tmp_path / "quoted.csv").write_bytes(b'"v","k\rm"\r\na,1\r\n')
+    assert [row["k\rm"] for row in job(tmp_path, tmp_path / "quoted.csv", "out.jsonl", type="text")] == ["1"]
 
 
 def test_ids_are_those_of_the_file(tmp_path: Path) -> None:
