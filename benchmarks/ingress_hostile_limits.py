@@ -1,6 +1,6 @@
 """A client that fills a limit of the servers, beside a healthy client of another model.
 
-    python -m benchmarks.ingress_hostile_limits [--seconds 30] [--only KIND...]
+    python -m benchmarks.ingress_hostile_limits [--seconds 30] [--rounds 3] [--only KIND...]
 
     no-message      16 connections with 256 calls without a message            no token
     idle            1 100 connections to each server that send a greeting      no token
@@ -14,8 +14,12 @@
     json            20 callers with nested JSON of 1 MB, a second with 100 KB  token
 
 Printed for each kind: p50 and p99 of the healthy client (1 KB, one caller, 50 calls a second) when it is quiet and
-beside the attack, calls that failed, and the memory (PSS) of all server processes before and at most. The bar: p99 at
+beside the attack, calls that failed, and the memory of all server processes before and at most. The bar: p99 at
 most 2x quiet or 20 ms, whichever is larger, no failed call, no process that ends.
+
+The attacker and the healthy client share the last processor, the attacker at a low priority; all processes of the
+server have the others, so that what the attacker computes is not measured. Quiet and attacked rounds alternate; p50 and
+p99 are those of all rounds together.
 """
 
 from __future__ import annotations
@@ -73,6 +77,15 @@ pipelines: {one: one.yaml, large: large.yaml, json: json.yaml}
 """
 
 
+*SERVER, CLIENTS = sorted(os.sched_getaffinity(0))
+"""Processors of the server, and that of the clients; one processor has both."""
+
+
+def on_processors(processors: Sequence[int]) -> list[str]:
+    """Return what a command begins with to run on these processors; of all if there are none."""
+    return ["taskset", "--cpu-list", ",".join(map(str, processors))] if processors else []
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A running server."""
@@ -82,12 +95,18 @@ class Target:
     http_port: int
 
     def memory_bytes(self) -> int:
-        """Return the proportional memory (PSS) of all its processes."""
-        total = 0
+        """Return the private memory of all its processes, and the most shared memory that one of them uses.
+
+        The proportional size would be more exact, but reading it stops the process for milliseconds.
+        """
+        private = [0]
+        shared = [0]
         for one in (own := psutil.Process(self.pid), *own.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += one.memory_full_info().pss
-        return total
+            with contextlib.suppress(OSError):
+                status = dict(line.split(":\t", 1) for line in Path(f"/proc/{one.pid}/status").read_text().splitlines())
+                private.append(int(status["RssAnon"].split()[0]) << 10)
+                shared.append(int(status["RssShmem"].split()[0]) << 10)
+        return sum(private) + max(shared)
 
     def pids(self) -> set[int]:
         """Return its processes, without those that parse JSON, which start on demand."""
@@ -108,7 +127,7 @@ def running() -> Iterator[Target]:
         (folder / "tokens.yaml").write_text(f"tokens:\n{tokens}", "utf-8")
         (folder / "tokens.yaml").chmod(0o600)
         (folder / "serve.yaml").write_text(SERVE, "utf-8")
-        command = [sys.executable, "-m", "weftline", "serve", str(folder / "serve.yaml")]
+        command = [*on_processors(SERVER), sys.executable, "-m", "weftline", "serve", str(folder / "serve.yaml")]
         with (
             (folder / "log").open("w") as log,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
@@ -275,7 +294,7 @@ ATTACKS: Mapping[str, Callable[[Target], Awaitable[None]]] = {
 
 
 async def healthy(target: Target, seconds: float) -> tuple[list[float], list[str]]:
-    """Return the sorted latencies in ms, and the errors, of 50 calls a second on connections that are renewed."""
+    """Return the latencies in ms, and the errors, of 50 calls a second on connections that are renewed."""
     took_ms: list[float] = []
     failed: list[str] = []
     request = infer_request("one", 1024)
@@ -296,7 +315,7 @@ async def healthy(target: Target, seconds: float) -> tuple[list[float], list[str
                 if at:  # the first connects
                     took_ms.append((time.perf_counter() - started) * 1000)
                 await asyncio.sleep(0.02)
-    return sorted(took_ms), failed
+    return took_ms, failed
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -322,19 +341,26 @@ class Memory(threading.Thread):
         return self.most_bytes
 
 
-def measure(kind: str, target: Target, seconds: float) -> bool:
+def measure(kind: str, target: Target, seconds: float, rounds: int) -> bool:
     """Print the figures of one attack; return True if they hold."""
-    quiet, _ = asyncio.run(healthy(target, min(seconds, 8.0)))
+    quiet: list[float] = []
+    found: list[float] = []
+    failed: list[str] = []
     before, pids = target.memory_bytes(), target.pids()
-    command = [sys.executable, "-m", "benchmarks.ingress_hostile_limits", "--attack", kind]
-    command += [str(target.pid), str(target.grpc_port), str(target.http_port)]
-    memory = Memory(target)
-    memory.start()
-    with subprocess.Popen(command) as attack:
+    most = 0
+    for _ in range(rounds):
+        quiet += measured(target, seconds / rounds)[0]
+        memory = Memory(target)
+        memory.start()
+        with attacking(kind, target):
+            time.sleep(2.0)
+            took_ms, errors = measured(target, seconds / rounds)
+        most = max(most, memory.end())
+        found += took_ms
+        failed += errors
         time.sleep(2.0)
-        found, failed = asyncio.run(healthy(target, seconds))
-        attack.kill()
-    most = memory.end()
+    quiet.sort()
+    found.sort()
     p99, bar = percentile(found, 0.99), max(2 * percentile(quiet, 0.99), 20.0)
     died = pids - target.pids()
     holds = p99 <= bar and not failed and not died
@@ -346,24 +372,50 @@ def measure(kind: str, target: Target, seconds: float) -> bool:
         f"processes ended: {died}" if died else "",
         flush=True,
     )
-    time.sleep(2.0)
     return holds
+
+
+def measured(target: Target, seconds: float) -> tuple[list[float], list[str]]:
+    """Return what `healthy` finds, in a process of its own."""
+    numbers = [str(target.pid), str(target.grpc_port), str(target.http_port)]
+    command = [sys.executable, "-m", "benchmarks.ingress_hostile_limits", "--healthy", *numbers]
+    ran = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True)
+    took_ms, failed = json.loads(ran.stdout)
+    return took_ms, failed
+
+
+@contextlib.contextmanager
+def attacking(kind: str, target: Target) -> Iterator[None]:
+    """Attack a server meanwhile."""
+    numbers = [str(target.pid), str(target.grpc_port), str(target.http_port)]
+    command = ["nice", sys.executable, "-m", "benchmarks.ingress_hostile_limits", "--attack", kind, *numbers]
+    with subprocess.Popen(command) as attack:
+        try:
+            yield
+        finally:
+            attack.kill()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), default=list(ATTACKS), help="kinds of attacks")
     parser.add_argument("--attack", nargs=4, metavar=("KIND", "PID", "GRPC", "HTTP"), help=argparse.SUPPRESS)
+    parser.add_argument("--healthy", nargs=3, metavar=("PID", "GRPC", "HTTP"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.attack:
         kind, *numbers = options.attack
         asyncio.run(ATTACKS[kind](Target(*map(int, numbers))))
         return
+    if options.healthy:
+        print(json.dumps(asyncio.run(healthy(Target(*map(int, options.healthy)), options.seconds))))
+        return
     print(conditions())
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.sched_setaffinity(0, {CLIENTS})  # inherited by the clients
     with running() as target:
-        holds = [measure(kind, target, options.seconds) for kind in options.only]
+        holds = [measure(kind, target, options.seconds, options.rounds) for kind in options.only]
     raise SystemExit(0 if all(holds) else 1)
 
 

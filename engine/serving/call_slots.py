@@ -52,41 +52,76 @@ class CallSlots:
 OPENING_MAX = 1024
 """Most calls of a server whose first message has not arrived, beside `calls_max`; each may have sent 64 KiB of it."""
 
+WITHOUT_RIGHTS_SHARE = 4
+"""One for so many of them is left to calls without rights (health checks); beyond that, these end first."""
+
 K = TypeVar("K", bound=Hashable)
 
 
 class OpeningCalls(Generic[K]):
     """Calls whose first message has not arrived. Above `calls_max` of them one is ended, never a new one refused.
 
-    That one is the call without progress for longest, of calls without rights (health checks) before others. An honest
-    call stays for milliseconds, so none is ended unless others begin thousands within that time.
+    It is one of the connection with the most of them: the one without progress for longest. So a connection with few
+    calls keeps them, however many another one begins.
     """
 
     def __init__(self, calls_max: int = OPENING_MAX) -> None:
         self.calls_max = calls_max
-        self._calls: tuple[dict[K, None], dict[K, None]] = ({}, {})  # without rights, with; oldest progress first
+        self._without, self._with = _Opening[K](), _Opening[K]()
+        self._of: dict[K, tuple[_Opening[K], Hashable]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._calls))
+        return len(self._of)
 
-    def add(self, call: K, with_rights: bool) -> K | None:
+    def add(self, call: K, connection: Hashable, with_rights: bool) -> K | None:
         """Add a call; return the one to end for it, which is removed."""
-        self._calls[with_rights][call] = None
-        if len(self) <= self.calls_max:
+        group = self._with if with_rights else self._without
+        group.add(call, connection)
+        self._of[call] = group, connection
+        if len(self._of) <= self.calls_max:
             return None
-        calls = next(filter(None, self._calls))
-        ended = next(iter(calls))
-        del calls[ended]
+        many = self._without.total > self.calls_max // WITHOUT_RIGHTS_SHARE or not self._with.total
+        ended = (self._without if many else self._with).longest(connection)
+        self.discard(ended)
         return ended
 
     def progressed(self, call: K) -> None:
         """Note that a part of the call's message has arrived."""
-        for calls in self._calls:
-            if call in calls:
-                del calls[call]
-                calls[call] = None
+        found = self._of.get(call)
+        if found is not None:
+            group, connection = found
+            group.discard(call, connection)
+            group.add(call, connection)
 
     def discard(self, call: K) -> None:
         """Remove a call that has its message, or has ended."""
-        for calls in self._calls:
-            calls.pop(call, None)
+        found = self._of.pop(call, None)
+        if found is not None:
+            group, connection = found
+            group.discard(call, connection)
+
+
+class _Opening(Generic[K]):
+    """Such calls by connection, in the order of their last progress."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._calls: dict[Hashable, dict[K, None]] = {}
+
+    def add(self, call: K, connection: Hashable) -> None:
+        self._calls.setdefault(connection, {})[call] = None
+        self.total += 1
+
+    def discard(self, call: K, connection: Hashable) -> None:
+        calls = self._calls[connection]
+        del calls[call]
+        self.total -= 1
+        if not calls:
+            del self._calls[connection]
+
+    def longest(self, connection: Hashable) -> K:
+        """Return the first call of `connection` if that has more than the average, else of the one with the most."""
+        calls = self._calls.get(connection, {})
+        if len(calls) * len(self._calls) <= self.total:
+            calls = max(self._calls.values(), key=len)
+        return next(iter(calls))

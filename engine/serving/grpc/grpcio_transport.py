@@ -48,6 +48,11 @@ PING_WAITS = 3
 response may be queued behind a large message on a slow connection. (gRPC's default: a minute.)"""
 
 
+PENDING_MAX = 1 << 14
+"""Calls that gRPC has received and this module has not begun. By default gRPC cancels some at random above 1 000 and
+all above 3 000, those of any client, which 12 connections with 256 calls reach."""
+
+
 class GrpcioTransport:
     """Serves methods with grpc.aio in the event loop that calls `listen`."""
 
@@ -147,6 +152,8 @@ def options(config: ServeConfig) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_ping_strikes", 4),
         ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 10_000)),
+        ("grpc.server.max_pending_requests", PENDING_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
         ("grpc.server_handshake_timeout_ms", int(limits.header_s * 1000)),
         ("grpc.http2.hpack_table_size.decoder", 0),
         ("grpc.http2.settings_timeout", int(limits.header_s * 1000)),
@@ -251,8 +258,8 @@ class GrpcioCall:
         self._task = asyncio.current_task()
         self._opening, self._slot = True, False
         self.ended_for_another = False
-        PEER.set(context.peer())
-        ended = transport.opening.add(self, counted)
+        PEER.set(peer := context.peer())
+        ended = transport.opening.add(self, peer, counted)
         if ended is not None:
             ended.end_for_another()
 

@@ -78,11 +78,11 @@ from weftline.errors import DeadlineExceeded, LimitReached, ModelError, RequestC
 READ_BYTES = 256 << 10
 """Most bytes read from a socket at a time; one buffer serves all connections of a server."""
 
-SLICE_BYTES = 32 << 10
-"""Bytes that are processed between two looks at the clock."""
+SLICE_BYTES, SLICE_CALLS = 32 << 10, 8
+"""Bytes, and beginnings of calls, that are processed between two looks at the clock."""
 
-TURN_S = 0.001
-"""Work of one connection in one turn of the event loop."""
+TURN_S, SHORT_TURN_S = 0.001, 0.00025
+"""Work of one connection in one turn of the event loop: alone, and while other connections have more work."""
 
 FLUSH_BYTES = 1 << 20
 """Most bytes handed to the socket in one turn of the event loop."""
@@ -560,6 +560,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.http2: Http2Connection
         self.peer = ""
         self.counted_calls = 0  # open calls that have slots
+        self._closed_streams: deque[Http2Stream] = deque()  # of a closed connection, whose calls have not ended
         self._begun: list[GrpcCall] = []  # calls of the events that are being processed
         self._held_back: deque[GrpcCall] = deque()  # start once fewer responses wait
         self._settling: deque[tuple[int, Reservation]] = deque()  # with the flushed bytes at their end
@@ -618,7 +619,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._unread = memoryview(bytes(self._unread) + bytes(received))
         else:
             self._unread = received
-            self.work()
+            self.work(self.server.turn_s)
 
     def eof_received(self) -> bool:
         return False
@@ -641,14 +642,23 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.server.connections.discard(self)
         self.server.table.remove(self)
         self._unread = memoryview(b"")
-        for stream in self.http2.close():
-            self._on_closed(stream)
         self._held_back.clear()
+        self._closed_streams.extend(self.http2.close())
+        self._end_streams(self.server.turn_s)
         if self._settle_timer is not None:
             self._settle_timer.cancel()
         while self._settling:
             self._settling.popleft()[1].release()
         self.server.closed_one()
+
+    def _end_streams(self, turn_s: float) -> None:
+        """End the calls of a closed connection; what is left after `turn_s` in later turns of the loop."""
+        until_s = time.monotonic() + turn_s
+        while self._closed_streams:
+            self._on_closed(self._closed_streams.popleft())
+            if time.monotonic() > until_s:
+                self.server.continue_soon(self)
+                break
 
     def pause_writing(self) -> None:
         self._writing_paused = True
@@ -659,19 +669,19 @@ class GrpcConnection(asyncio.BufferedProtocol):
 
     # receiving
 
-    def work(self) -> None:
-        """Process received bytes and start calls for at most TURN_S; continue in a later turn of the loop."""
+    def work(self, turn_s: float) -> None:
+        """Process received bytes and start calls for about `turn_s`; continue in a later turn of the loop."""
         self._working = False
         if self._closed:
+            self._end_streams(turn_s)
             return
         try:
-            self._run_turn()
+            self._run_turn(time.monotonic() + turn_s)
         except Exception:
             _log.exception("a gRPC connection failed")
             self.abort()
 
-    def _run_turn(self) -> None:
-        until_s = time.monotonic() + TURN_S
+    def _run_turn(self, until_s: float) -> None:
         while True:
             while self.ready:
                 self.ready.popleft().start()
@@ -679,9 +689,9 @@ class GrpcConnection(asyncio.BufferedProtocol):
                     break
             if self.ready or not self._unread:
                 break
-            part, self._unread = self._unread[:SLICE_BYTES], self._unread[SLICE_BYTES:]
-            if not self._receive(part):
+            if not self._receive(self._unread[:SLICE_BYTES]):
                 return
+            self._unread = self._unread[self.http2.processed_bytes :]
             if time.monotonic() > until_s:
                 break
         if self.ready or self._unread:
@@ -696,7 +706,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
     def _receive(self, data: memoryview) -> bool:
         """Process bytes; returns False if that ended the connection."""
         try:
-            events = self.http2.receive(data)
+            events = self.http2.receive(data, SLICE_CALLS)
         except Http2Error as error:
             _log.debug("a gRPC connection ends: %s", error)
             self._close_now()
@@ -731,7 +741,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         begun, self._begun = self._begun, []
         for call in begun:
             if call.opening and not call.stream.closed:
-                ended = self.server.opening.add(call, call.counted)
+                ended = self.server.opening.add(call, self, call.counted)
                 if ended is not None:
                     ended.opening = False
                     ended.end(LimitReached("the message did not arrive, and other calls wait to begin", RETRY_S))
@@ -1105,7 +1115,12 @@ class Http2Transport:
         connection = self._backlog.popleft()
         if self._backlog:
             self.loop.call_soon(self._continue_one)
-        connection.work()
+        connection.work(TURN_S)
+
+    @property
+    def turn_s(self) -> float:
+        """Time for the work of a connection that has just received bytes."""
+        return SHORT_TURN_S if self._backlog else TURN_S
 
     def closed_one(self) -> None:
         """Note that a connection is closed."""

@@ -262,6 +262,9 @@ class Http2Stream:
 
 Event = tuple[str, Http2Stream]
 
+MANY_BLOCKS = 1 << 30
+"""More header blocks than any data has."""
+
 
 def _open() -> tuple[Any, Any]:
     """Return cffi's interface and the library; ImportError if it cannot be used."""
@@ -309,6 +312,7 @@ def _on_begin_headers(session: Any, frame: Any, user: Any) -> int:
     else:
         connection._reading = connection._streams[stream_id] = Http2Stream(stream_id)
     connection._field_bytes = connection._field_count = 0
+    connection._blocks_left -= 1
     return 0
 
 
@@ -332,6 +336,9 @@ def _on_header(
         key = _c.unpack(name, name_size)
         if key in KEPT:
             stream.fields.append((key, _c.unpack(value, value_size)))
+    if connection._blocks_left < 0:
+        connection._blocks_left = 0  # once for this block
+        return _PAUSE
     return 0
 
 
@@ -539,6 +546,7 @@ class Http2Connection:
     """The server's end of one HTTP/2 connection.
 
     unsent_bytes:          queued bytes of all responses that have not been handed to the socket.
+    processed_bytes:       bytes that the last `receive` has processed.
     settings_acknowledged: the client has acknowledged the server's settings.
     pings_acknowledged:    number of acknowledged pings.
 
@@ -551,6 +559,7 @@ class Http2Connection:
         self._parts: list[bytes | memoryview] = []
         self._parts_bytes = self._limit_bytes = 0
         self._received = 0
+        self._blocks_left = 0  # header blocks until `receive` returns
         self._stopping: list[Http2Stream] = []  # reset once their responses have been sent
         self._control = 0
         self._credit = CONTROL_FRAMES_MAX
@@ -561,6 +570,7 @@ class Http2Connection:
         self._field_bytes = self._field_count = 0
         self._field_bytes_max = limits.header_bytes_max
         self.unsent_bytes = 0
+        self.processed_bytes = 0
         self.settings_acknowledged = False
         self.pings_acknowledged = 0
         self._out = _ffi.new("const char **")
@@ -580,14 +590,16 @@ class Http2Connection:
 
     # receiving
 
-    def receive(self, data: bytes | bytearray | memoryview) -> list[Event]:
-        """Process bytes from the socket and return the events in order.
+    def receive(self, data: bytes | bytearray | memoryview, blocks_max: int = MANY_BLOCKS) -> list[Event]:
+        """Process bytes from the socket, up to `blocks_max` header blocks, and return the events in order.
 
+        `processed_bytes` of the bytes have been processed; the next call begins with the rest.
         Http2Error: the peer does not speak HTTP/2, or sent a flood. A protocol error ends the connection with GOAWAY
         instead, see `ended`.
         """
         source = _c.from_buffer(_CHARS, data)
-        code = _lib.nghttp2_session_mem_recv(self._session, source, len(data))
+        self._blocks_left = blocks_max
+        self.processed_bytes = code = _lib.nghttp2_session_mem_recv(self._session, source, len(data))
         if self._failure is not None:
             self._raise_failure()
         if code < 0:
