@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
-from weftline.engine.protocol.values import unpack
+from weftline.engine.protocol.values import encoded_json, unpack
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import StepTiming
 from weftline.errors import BY_NAME, InputError, LimitReached, RemoteTraceback, SessionClosed, StepError, WeftlineError
@@ -81,7 +81,8 @@ class BorrowedResult:
     A server copies them once, into a message or into a client's memory; a Result would be a second copy. Until
     `release` the memory is not reused, and the version that ran the request cannot end. Usable in a with statement.
 
-    outputs:  by name; arrays are read-only views, absent ones None. Invalid after `release`.
+    outputs:  by name; arrays are read-only views, absent ones None, and json values of more than ENCODED_BYTES are
+              Packed, alone and in lists: decoding them would stop the event loop. Invalid after `release`.
     timings:  one StepTiming for each step that ran, in the order they finished.
     total_ms: from the call to having every output.
     version:  number of the version that ran the request.
@@ -107,7 +108,7 @@ class BorrowedResult:
         try:
             arenas = version.runtime.fleet.arenas
             for name, value in end.outputs.items():
-                output = _unpacked(name, value, arenas)
+                output = encoded_json(value, arenas) or _unpacked(name, value, arenas)
                 outputs[name] = output if value.data is not None else _read_only(output)
             self.outputs = outputs
         except (KeyError, ValueError, StepError):

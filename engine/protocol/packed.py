@@ -21,6 +21,9 @@ from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import TensorSpec
 from weftline.shm.view import numpy_dtype
 
+ENCODED_BYTES = 16 << 10
+"""Size from which a server leaves a json value encoded: building, checking and encoding its objects takes some ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class PendingTensor:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.protocol.messages import Value
-from weftline.engine.protocol.packed import Packed, PendingTensor
+from weftline.engine.protocol.packed import ENCODED_BYTES, Packed, PendingTensor
 from weftline.errors import StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.exact_numbers import converted, inexact
@@ -33,6 +33,8 @@ __all__ = [
     "ARRAYS",
     "LIST_ITEMS_MAX",
     "Packed",
+    "decoded_json",
+    "encoded_json",
     "is_of",
     "live",
     "pack",
@@ -140,6 +142,27 @@ def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
         return None
     data = bytes_view(arenas[place.arena], place) if place is not None else value.data or b""
     return str(data, "utf-8") if kind == "text" else _decode(kind, data)
+
+
+def encoded_json(value: Value, arenas: Mapping[int, HostArena]) -> Packed | None:
+    """Return large json as views of its encoded bytes; None for other values."""
+    if value.size_bytes <= ENCODED_BYTES:
+        return None
+    if value.kind == "json":
+        return _encoded(value, arenas)
+    if value.kind == "list" and value.items and all(one.kind == "json" for one in value.items):
+        return Packed("list", items=tuple(_encoded(one, arenas) for one in value.items))
+    return None
+
+
+def _encoded(value: Value, arenas: Mapping[int, HostArena]) -> Packed:
+    data = bytes_view(arenas[value.place.arena], value.place) if value.place is not None else value.data or b""
+    return Packed(value.kind, data=data)  # type: ignore[arg-type]
+
+
+def decoded_json(value: Any) -> Any:
+    """Return an output of a server as a Python value, also if it is large json; what is not encoded is returned."""
+    return live(value, {}) if value.__class__ is Packed else value
 
 
 def live(source: Value | Packed, arenas: Mapping[int, HostArena]) -> Any:

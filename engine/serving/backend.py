@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from weftline.engine.protocol.packed import Packed
 from weftline.engine.result import StreamedOutput
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.model_info import ModelInfo, ModelState
@@ -110,6 +111,8 @@ SAMPLED = 64
 
 def value_bytes(value: Any) -> int:
     """Return the size of an output in bytes: exact for arrays, text and bytes, estimated for json values."""
+    if isinstance(value, Packed):
+        return value.size_bytes
     size = getattr(value, "nbytes", None)
     if size is not None:
         return int(size)

@@ -7,6 +7,7 @@ json values. Parsing and the objects that it creates delay no other request.
     Document    a JSON document                 -> its value
     RestBody    the body of a v2 REST request   -> an InferRequest whose tensors are raw
     CheckJson   an encoded json value           -> nothing
+    Write       encoded json values             -> the elements of a BYTES tensor
 
 Pure.
 """
@@ -25,6 +26,7 @@ from weftline.engine.serving.v2.elements import decode_elements, element_bytes, 
 from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
 from weftline.engine.serving.v2.strict_json import check_count, loads
 from weftline.errors import InputError
+from weftline.nodes.json_value import json_text
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import is_json
 from weftline.shm.spec import byte_size
@@ -59,7 +61,13 @@ class CheckJson(msgspec.Struct, frozen=True, tag=True):
     """Check that bytes are an encoded json value; their sender may be hostile."""
 
 
-Job = Elements | Document | RestBody | CheckJson
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Write the values of a list of encoded json values as JSON text. whole: as one list, else each as an element."""
+
+    whole: bool
+
+
+Job = Elements | Document | RestBody | CheckJson | Write
 
 PARSED = frozenset({"json", "detections", "list"})
 """Kinds of elements that are JSON documents."""
@@ -79,6 +87,8 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
     if isinstance(job, RestBody):
         request, wanted = read_request(bytes(data), job.header_length, job.model, job.version, job.limits)
         return _pack(_Read(tuple(map(_sent, request.inputs)), request.outputs, request.id, request.parameters, wanted))
+    if isinstance(job, Write):
+        return _written(job, data)
     return _check(data)
 
 
@@ -145,6 +155,14 @@ def _expect_count(tensor: Tensor, values: Sequence[object]) -> None:
     count = byte_size("uint8", tensor.shape)
     if len(values) != count:
         raise InputError(f"found {len(values)} elements, expected {count} for shape {list(tensor.shape)}")
+
+
+def _written(job: Write, data: bytes | memoryview) -> bytes:
+    try:
+        values = [_unpack(one) for one in _documents(data)]
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise InputError("found bytes that are no json value") from None
+    return encode_elements([json_text(values)] if job.whole else [json_text(one) for one in values])
 
 
 def _check(data: bytes | memoryview) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.engine.serving import json_jobs as jobs
+from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
 from weftline.engine.serving.json_queue import JsonQueue
@@ -20,11 +21,11 @@ from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
-from weftline.engine.serving.v2.elements import element_bytes, encode_elements
+from weftline.engine.serving.v2.elements import Written, element_bytes, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Tensor
 from weftline.engine.serving.v2.request import check_request, tensor_bytes
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
-from weftline.errors import InputError
+from weftline.errors import InputError, StepError
 from weftline.shm.spec import byte_size
 
 
@@ -101,6 +102,20 @@ class JsonParser:
         else:
             values = tuple(Packed(kind, data=one) for one in found)
         return msgspec.structs.replace(tensor, raw=None, values=values, region=None)
+
+    async def write(self, answer: Answer, info: ModelInfo, caller: str = "") -> None:
+        """Write the large json outputs of an answer as elements, which takes as long as parsing them."""
+        for name, value in answer.outputs.items():
+            if isinstance(value, Packed):
+                port = info.output(name)
+                listed = value.items is not None and port is not None and form_of(port.type).listed
+                parts = tuple(value.leaves())
+                job = jobs.Write(whole=value.items is not None and not listed)
+                try:
+                    raw = await self.queue.run(job, msgspec.msgpack.encode([one.data for one in parts]), caller)
+                except InputError:
+                    raise StepError(f"output {name}: its worker sent bytes that hold no {value.kind}") from None
+                answer.outputs = {**answer.outputs, name: Written(raw, len(parts) if listed else 1)}
 
     async def check(self, name: str, value: Packed, caller: str = "") -> None:
         """Raise InputError unless an encoded input consists of valid json values; its sender may be hostile."""

@@ -24,7 +24,7 @@ from weftline.engine.result import StreamedOutput, owned
 from weftline.engine.serving.backend import Answer, Ask, Done
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
-from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_value, unpack_values
+from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_outputs, unpack_value
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.logs import dropped_lines
 from weftline.engine.serving.model_info import ModelInfo, ModelState
@@ -192,7 +192,7 @@ class RemoteBackend:
 
     def _fill(self, answer: Answer, response: msg.FrontendResponse) -> None:
         try:
-            answer.outputs = unpack_values(response.outputs, self._responses)
+            answer.outputs = unpack_outputs(response.outputs, self._responses)
         except BaseException:
             self._release(response.block)
             raise

@@ -28,9 +28,8 @@ import numpy as np
 
 from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Layout, Packed, PendingTensor
-from weftline.engine.protocol.values import pack, unpack
+from weftline.engine.protocol.values import encoded_json, pack, unpack
 from weftline.engine.serving.frontend.messages import ARENA, NO_BLOCK
-from weftline.engine.serving.v2.strict_json import INLINE_BYTES
 from weftline.errors import InputError, LimitReached, StepError
 from weftline.nodes.detections import Detections
 from weftline.nodes.ports import PortType
@@ -231,8 +230,10 @@ def unpack_value(value: Value, arena: HostArena) -> Any:
     return PendingTensor(spec, read_into)
 
 
-def unpack_values(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
-    return {name: unpack_value(value, arena) for name, value in values.items()}
+def unpack_outputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
+    """Decode outputs; large json stays encoded, as in a BorrowedResult."""
+    arenas = {ARENA: arena}
+    return {name: encoded_json(value, arenas) or unpack_value(value, arena) for name, value in values.items()}
 
 
 def unpack_inputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
@@ -241,18 +242,14 @@ def unpack_inputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, An
 
 
 def _packed_json(value: Value, arena: HostArena) -> Packed | None:
-    if value.size_bytes <= INLINE_BYTES:
-        return None
-    if value.kind == "json":
-        return _copied(value, arena)
-    if value.kind == "list" and value.items and all(one.kind == "json" for one in value.items):
-        return Packed("list", items=tuple(_copied(one, arena) for one in value.items))
-    return None
+    encoded = encoded_json(value, {ARENA: arena})
+    if encoded is None or encoded.items is None:
+        return encoded and _copied(encoded)
+    return Packed(encoded.kind, items=tuple(map(_copied, encoded.leaves())))
 
 
-def _copied(value: Value, arena: HostArena) -> Packed:
-    data = bytes_view(arena, value.place) if value.place is not None else value.data or b""
-    return Packed(value.kind, data=bytes(data))
+def _copied(encoded: Packed) -> Packed:
+    return Packed(encoded.kind, data=bytes(encoded.data))
 
 
 def _pack_bytes(value: bytes | bytearray | memoryview, name: str) -> Packed:

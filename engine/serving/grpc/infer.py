@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from weftline.engine.protocol.packed import Packed
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.backend import Answer, Ask, Backend
@@ -149,9 +150,13 @@ class Inference:
             done(answer)
             return
         request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
-        if answer.fetch is not None or (call.room is not None and not call.room.is_free(answer.size_bytes)):
+        if (
+            answer.fetch is not None
+            or (call.room is not None and not call.room.is_free(answer.size_bytes))
+            or (Packed in map(type, answer.outputs.values()))
+        ):
             encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
-            started.cancel = _run_in_task(self._encode_with_room((answer,), call, encode), done)
+            started.cancel = _run_in_task(self._encode_with_room((answer,), plan.info, call, encode), done)
             return
         try:
             result: bytes | Exception = self._encode(
@@ -164,12 +169,14 @@ class Inference:
         done(result)
 
     async def _encode_with_room(
-        self, answers: Sequence[Answer], call: CallContext, encode: Callable[[], bytes]
+        self, answers: Sequence[Answer], info: ModelInfo, call: CallContext, encode: Callable[[], bytes]
     ) -> bytes:
         """Encode lent answers once there is room for the response."""
         try:
             await call.reserve(sum(answer.size_bytes for answer in answers))
             await gather_or_cancel([answer.load() for answer in answers])
+            for answer in answers:
+                await self.json.write(answer, info, call.caller.name)
             response = encode()
         except BaseException:
             call.settle()
@@ -269,7 +276,7 @@ class Inference:
                 answer.release()
             raise
         return await self._encode_with_room(
-            answers, call, partial(self._encode, request, info, asks, answers, parsed.batch, call, encode)
+            answers, info, call, partial(self._encode, request, info, asks, answers, parsed.batch, call, encode)
         )
 
 

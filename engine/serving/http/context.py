@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from weftline.engine.protocol.values import decoded_json
 from weftline.engine.result import StreamedOutput, owned
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
@@ -78,7 +79,7 @@ class HttpContext:
             request.scope[SPAN] = answer.traceparent
             if self.trace.active:
                 self.trace.note(ask, answer.timings, answer.total_ms)
-            return {name: owned(value) for name, value in answer.outputs.items()}
+            return {name: decoded_json(owned(value)) for name, value in answer.outputs.items()}
 
     async def begin(
         self, request: Request, ask: Ask

@@ -182,6 +182,8 @@ class Infer:
         try:
             await room_of(request).take(sum(answer.size_bytes for answer in answers))
             await gather_or_cancel([answer.load() for answer in answers])
+            for answer in answers:
+                await self._context.json.write(answer, info, caller_of(request).name)
             if self._context.trace.active:
                 for one, answer in zip(asked.asks, answers, strict=True):
                     self._context.trace.note(one, answer.timings, answer.total_ms)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from weftline.engine.protocol.packed import Packed
@@ -28,6 +29,14 @@ ELEMENT_BYTES_MAX = (1 << 32) - 1
 
 VIEW_BYTES_MIN = 4 << 10
 """Size from which an element is a view."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """An output as raw contents already: `count` elements, in a list or a single one."""
+
+    raw: bytes
+    count: int
+
 
 Element = bytes | memoryview | str
 """A received element: text from JSON, bytes from everything else."""

@@ -10,6 +10,8 @@
 
 The value of an `any` output decides: text and bytes are BYTES [1], arrays are tensors, everything else is JSON.
 
+A large json value comes as Written, from `JsonParser.write`.
+
 Nothing is copied here: `raw` of a dense tensor is a view of a borrowed array, so an Answer is released only after the
 response has been encoded. Exceptions: batches of more than one are concatenated, and arrays that are not row-major are
 copied. An output for a region is written there at once.
@@ -28,7 +30,7 @@ from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
-from weftline.engine.serving.v2.elements import JSON, encode_elements
+from weftline.engine.serving.v2.elements import JSON, Written, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
@@ -88,6 +90,8 @@ def _tensor(port: PortInfo, value: Any) -> Tensor:
     name, kind = port.name, port.type
     if value.__class__ is np.ndarray:
         return _dense(name, value, kind)
+    if value.__class__ is Written:
+        return Tensor(name, BYTES, (value.count,), value.raw)
     if kind == "text" and isinstance(value, str):
         return Tensor(name, BYTES, (1,), encode_elements((value.encode(),)))
     if value is None and (port.optional or kind != "json"):

@@ -18,12 +18,15 @@ import pytest
 from tests.engine.serving.v2.held import info
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.serving import json_process
+from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor
 from weftline.engine.serving.v2.request import to_asks
-from weftline.errors import InputError, LimitReached, WeftlineError
+from weftline.engine.serving.v2.response import to_response
+from weftline.errors import InputError, LimitReached, StepError, WeftlineError
+from weftline.nodes.json_value import encode_json
 
 LIMITS = ServeLimits()
 LARGE = [{"a": n, "b": "x" * 8} for n in range(5000)]
@@ -63,6 +66,24 @@ def test_a_large_document_round_trips_and_a_small_one_starts_no_process() -> Non
         found = [{"name": "star", "score": 0.5, "box": [1, 2, 3, 4]}] * 2000
         assert (await _asked(parser, "detections", found)).kind == "detections"
         assert pids and set(pids) <= set(parser.queue.pids())
+
+    _with(work)
+
+
+@pytest.mark.parametrize("type", ["json", "any", "list[json]"])
+def test_large_outputs_are_written_as_small_ones_are(type: str) -> None:
+    value = [LARGE, {"a": float("inf"), "b": None}, [1]] if type == "list[json]" else LARGE
+    parts = [Packed("json", data=msgspec.msgpack.encode(one)) for one in value]
+    encoded = Packed("list", items=tuple(parts)) if type == "list[json]" else Packed("json", data=encode_json(value))
+    model, asked = info({"x": "json"}, outputs={"y": type}), InferRequest("m", ())
+
+    async def work(parser: JsonParser) -> None:
+        answer = Answer({"y": encoded, "z": 1})
+        await parser.write(answer, model)
+        assert to_response(asked, model, [answer], None) == to_response(asked, model, [Answer({"y": value})], None)
+        assert parser.queue.pids()
+        with pytest.raises(StepError, match="output y: its worker sent bytes that hold no json"):
+            await parser.write(Answer({"y": Packed("json", data=b"\xc1" * 40_000)}), model)
 
     _with(work)
 

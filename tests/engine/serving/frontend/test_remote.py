@@ -15,6 +15,7 @@ from tests.engine.fire import Gate, settled, wait_until
 from tests.engine.fire import builder as base
 from tests.engine.serving.frontend.linked import linked, settle
 from weftline.engine.protocol.packed import PendingTensor
+from weftline.engine.protocol.values import decoded_json
 from weftline.engine.repository import Repository
 from weftline.engine.result import owned
 from weftline.engine.serving.auth.rates import TokenRates
@@ -110,7 +111,7 @@ def run(request: pytest.FixtureRequest, repository: Repository, gate: Gate) -> I
 async def outputs_of(backend: Backend, ask: Ask) -> dict[str, Any]:
     with await backend.ask(ask) as answer:
         await answer.load()
-        return {name: owned(value) for name, value in answer.outputs.items()}
+        return {name: decoded_json(owned(value)) for name, value in answer.outputs.items()}
 
 
 def error_of(run: Run, ask: Ask) -> WeftlineError:
@@ -156,6 +157,7 @@ def test_eight_megabytes_come_back_bit_for_bit(run: Run) -> None:
     [
         ("json", {"a": [1, 2.5, None, True, "x"], "b": {"c": []}}),
         ("json", ["x" * 50_000]),
+        ("json", [{"a": n, "b": None} for n in range(20_000)]),
         ("text", "ü" * 40_000),
         ("bytes", b"\x00\xff" * 40_000),
         ("bytes", b""),

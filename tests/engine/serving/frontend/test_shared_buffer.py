@@ -19,7 +19,7 @@ from weftline.engine.serving.frontend.shared_buffer import (
     attach_request_buffer,
     create_request_buffer,
     detach,
-    unpack_values,
+    unpack_outputs,
 )
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
@@ -68,7 +68,7 @@ def test_large_values_are_in_the_buffer_and_small_ones_inline(buffers: tuple[Hos
     laid = buffer.place(values)
     sent = laid.write()
     assert sent["large"].place is not None and sent["small"].data is not None and sent["text"].place is not None
-    found = unpack_values(sent, reader)
+    found = unpack_outputs(sent, reader)
     assert np.array_equal(found["large"], values["large"]) and np.array_equal(found["small"], values["small"])
     assert [one.tolist() for one in found["list"]] == [one.tolist() for one in values["list"]]
     assert (found["text"], found["mixed"], found["view"]) == (values["text"], values["mixed"], b"z" * 50_000)
@@ -83,7 +83,7 @@ def test_values_without_a_free_block_travel_inside_the_message(buffers: tuple[Ho
     first = buffer.place({"x": np.zeros(200_000, np.float32)})
     second = buffer.place({"x": np.ones(200_000, np.float32)})
     assert (first.block != NO_BLOCK, second.block) == (True, NO_BLOCK)
-    assert np.array_equal(unpack_values(second.write(), reader)["x"], np.ones(200_000, np.float32))
+    assert np.array_equal(unpack_outputs(second.write(), reader)["x"], np.ones(200_000, np.float32))
     buffer.free(first.block)
     buffer.free(second.block)
 
@@ -133,7 +133,7 @@ def test_views_outlive_a_detached_buffer() -> None:
     reader = create_request_buffer(1 << 16)
     buffer = SharedBuffer(attach_request_buffer(os.dup(reader.fd)))
     laid = buffer.place({"x": np.full(10_000, 3, np.int32)})
-    found = unpack_values(laid.write(), reader)["x"]
+    found = unpack_outputs(laid.write(), reader)["x"]
     detach(reader)
     detach(reader)  # twice is once
     detach(buffer.arena)

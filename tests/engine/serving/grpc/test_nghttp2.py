@@ -490,3 +490,18 @@ def test_a_block_takes_only_its_own_part_of_the_body() -> None:
     stream.body += b"abc"
     stream.fill(block)
     assert (bytes(block), stream.filled_bytes, bytes(stream.body)) == (b"ab", 2, b"c")
+
+
+def test_header_blocks_beyond_a_maximum_are_left_for_the_next_call() -> None:
+    pair = Pair()
+    for at in range(1, 41, 2):
+        pair.client.send_headers(at, CALL, end_stream=True)
+    data, http2 = memoryview(pair.client.data_to_send()), pair.server.http2
+    found = []
+    while data:
+        events = http2.receive(data, 3)
+        data = data[http2.processed_bytes :]
+        found.append(sum(event is REQUEST for event, _ in events))
+        for event, stream in events:
+            assert event is not REQUEST or len(stream.fields) >= 3, "every field came"
+    assert sum(found) == 20 and max(found) == 4, "one that had begun, and three"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,23 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.ingress_hostile import HEADERS, PREFACE, SETTINGS, frame, headers
 from tests.engine.serving.grpc.requests import METHOD, call_bytes, request, text_request, wait_until
-from tests.engine.serving.grpc.served import ECHO, ENDLESS, Served, served_in_thread
+from tests.engine.serving.grpc.served import ECHO, ENDLESS, TRANSPORT, Served, served_in_thread
 from tests.engine.serving.grpc.test_hostile import connections, is_well
+from weftline.engine.protocol import values
 from weftline.engine.serving import call_slots
 from weftline.engine.serving.auth.tokens import digest
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import health
+from weftline.engine.serving.grpc.http2_transport import SLICE_CALLS, GrpcConnection
+from weftline.engine.serving.grpc.nghttp2 import REQUEST
 
+JSON = """weftline: 1
+name: same
+inputs: {x: json}
+steps:
+  same: {node: echo, type: json, inputs: {value: x}}
+outputs: {y: same.value}
+"""
 HEALTH = b"/grpc.health.v1.Health/"
 
 
@@ -47,6 +58,39 @@ def test_calls_without_a_message_take_no_slot(server: Served, path: bytes) -> No
             assert is_well(server)
         assert call_slots.OPENING_MAX - 8 <= len(transport(server).opening) <= call_slots.OPENING_MAX
     wait_until(lambda: not transport(server).opening and not transport(server).slots.total)
+
+
+@pytest.mark.skipif(TRANSPORT != "nghttp2", reason="gRPC's own server has no such turns")
+def test_a_connection_begins_and_ends_few_calls_in_a_turn(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun_at_once, turns = [], []
+    process, end = GrpcConnection._on_events, GrpcConnection._end_streams
+
+    def counted(connection: Any, events: Any) -> None:
+        begun_at_once.append(sum(event is REQUEST for event, _ in events))
+        process(connection, events)
+
+    def ended(connection: Any, turn_s: float) -> None:
+        before = len(connection.calls)
+        end(connection, 0.0)
+        turns.append(before - len(connection.calls))
+
+    monkeypatch.setattr(GrpcConnection, "_on_events", counted)
+    monkeypatch.setattr(GrpcConnection, "_end_streams", ended)
+    with connections(server, begun(METHOD.encode() + b"ModelInfer", 200), 1):
+        wait_until(lambda: sum(begun_at_once) == 200)
+        assert max(begun_at_once) <= SLICE_CALLS + 1
+    wait_until(lambda: sum(turns) == 200)
+    assert max(turns) == 1 and not transport(server).opening
+
+
+def test_large_json_is_not_decoded_where_calls_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = [{"a": n} for n in range(20_000)]
+    element = json.dumps(value, separators=(",", ":")).encode()
+    asked = text_request("same", element.decode(), name="x").SerializeToString()
+    with served_in_thread({"same": JSON}) as one:
+        monkeypatch.setattr(values, "_decode_json", lambda data: pytest.fail("decoded in the server's process"))
+        answer = call_bytes(one.address, asked)
+    assert answer.endswith(len(element).to_bytes(4, "little") + element)
 
 
 def test_watches_of_one_client_end_for_those_of_another(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
