@@ -28,8 +28,6 @@ class CallSlots:
 
     def check(self, caller: str) -> None:
         """Raise LimitReached if `take` would."""
-        if 2 * self.total < self.calls_max:
-            return  # any caller may hold half of them
         if self.total >= self.calls_max:
             raise LimitReached(f"{self.total} calls are open; limits.calls_max is {self.calls_max}", RETRY_S)
         if caller and (held := self._held.get(caller, 0)) >= (free := self.calls_max - self.total):
@@ -39,7 +37,8 @@ class CallSlots:
 
     def take(self, caller: str) -> None:
         """Take a slot until `give_back`; LimitReached without one for this caller. caller: '' without tokens."""
-        self.check(caller)
+        if 2 * self.total >= self.calls_max:  # any caller may hold half of them
+            self.check(caller)
         self.total += 1
         self._held[caller] = self._held.get(caller, 0) + 1
 

@@ -6,7 +6,9 @@
 A unary ModelInfer runs without a task: `Inference.start` calls back in the loop. Every other method runs in a task.
 Responses that are ready in one turn of the loop are sent by one write. After TURN_S the rest of the received work waits
 for a later turn, and nothing more is read from that connection. In a turn one of the connections with such work goes
-on, so that many of them delay another client by TURN_S and not by TURN_S each.
+on, so that many of them delay another client by TURN_S and not by TURN_S each. Connections on which no call with rights
+has begun have a quarter of that time. A connection begins at most SLICE_CALLS calls between two looks at the clock, and
+the calls of a closed one end in such turns, too.
 
 A call takes one of `limits.calls_max` slots once its message is there and if its method needs rights. Others have a
 share of their own (`OpeningCalls`). At `connections_max` a connection that serves no such call is closed for a new one
@@ -83,6 +85,9 @@ SLICE_BYTES, SLICE_CALLS = 32 << 10, 8
 
 TURN_S, SHORT_TURN_S = 0.001, 0.00025
 """Work of one connection in one turn of the event loop: alone, and while other connections have more work."""
+
+NEW_PAUSE = 3
+"""Pause between turns of new connections, in turns: those without a call with rights have a quarter of the time."""
 
 FLUSH_BYTES = 1 << 20
 """Most bytes handed to the socket in one turn of the event loop."""
@@ -224,6 +229,7 @@ class GrpcCall:
         "caller",
         "counted",
         "deadline_s",
+        "listed",
         "method",
         "opening",
         "parent",
@@ -251,6 +257,7 @@ class GrpcCall:
         self._ended = False
         self._slot = False  # it has one of `limits.calls_max`
         self.opening = False  # its first message has not arrived
+        self.listed = False  # and it is counted for it
         self.counted = counted  # its method needs rights
         self.stream = stream
         self.method = method
@@ -333,12 +340,13 @@ class GrpcCall:
         """Count the call once its first message is there; LimitReached without a slot for its caller."""
         server = self._connection.server
         self.opening = False
-        if len(server.opening):
+        if self.listed:
             server.opening.discard(self)
         if self.counted:
             server.slots.take(self.caller.name)
             self._slot = True
             self._connection.counted_calls += 1
+            self._connection.new = False
             if self._connection.counted_calls == 1:
                 closed = server.table.begin_call(self._connection, self.caller.name)
                 if closed is not None:
@@ -369,8 +377,10 @@ class GrpcCall:
 
     def on_closed(self) -> None:
         """Cancel the method: the stream is over."""
-        self._release()
-        self._give_slot_back()
+        if self._messages or self._held_bytes:
+            self._release()
+        if self._slot or self.opening:
+            self._give_slot_back()
         if self._context is not None:
             self._context.settle()
         running, self._running = self._running, None
@@ -560,6 +570,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self.http2: Http2Connection
         self.peer = ""
         self.counted_calls = 0  # open calls that have slots
+        self.new = True  # no such call has begun
         self._closed_streams: deque[Http2Stream] = deque()  # of a closed connection, whose calls have not ended
         self._begun: list[GrpcCall] = []  # calls of the events that are being processed
         self._held_back: deque[GrpcCall] = deque()  # start once fewer responses wait
@@ -741,6 +752,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         begun, self._begun = self._begun, []
         for call in begun:
             if call.opening and not call.stream.closed:
+                call.listed = True
                 ended = self.server.opening.add(call, self, call.counted)
                 if ended is not None:
                     ended.opening = False
@@ -792,7 +804,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         name_of = path.decode("latin-1")
         caller = server.guard.admit(name_of, authorization)
         counted = METHODS.get(name_of) is not OPEN
-        if counted:
+        if counted and 2 * server.slots.total >= server.slots.calls_max:
             server.slots.check(caller.name)
         if encoding not in (b"", b"identity"):
             raise _Unsupported("found a grpc-encoding that is not supported, expected identity")
@@ -1026,6 +1038,7 @@ class Http2Transport:
         self.ping_interval_s = min(limits.keepalive_s, PING_INTERVAL_S)
         self.connections: set[GrpcConnection] = set()
         self._backlog: deque[GrpcConnection] = deque()  # connections with received work
+        self._new_backlog: deque[GrpcConnection] = deque()  # the new ones
         self.calls = 0
         self.closing = self.closed = False
         self.now_s = time.monotonic()
@@ -1106,7 +1119,12 @@ class Http2Transport:
             self._sweeping.cancel()
 
     def continue_soon(self, connection: GrpcConnection) -> None:
-        """Let a connection go on with received work; one connection does in each turn of the loop."""
+        """Let a connection go on with received work; one connection does in each turn of the loop, new ones in some."""
+        if connection.new:
+            if not self._new_backlog:
+                self.loop.call_soon(self._continue_new)
+            self._new_backlog.append(connection)
+            return
         if not self._backlog:
             self.loop.call_soon(self._continue_one)
         self._backlog.append(connection)
@@ -1117,10 +1135,21 @@ class Http2Transport:
             self.loop.call_soon(self._continue_one)
         connection.work(TURN_S)
 
+    def _continue_new(self) -> None:
+        """Let a new connection go on, and the next one after a pause."""
+        started_s = time.monotonic()
+        connection = self._new_backlog[0]  # stays there: no second timer is started
+        try:
+            connection.work(TURN_S)
+        finally:
+            self._new_backlog.popleft()
+            if self._new_backlog:
+                self.loop.call_later(NEW_PAUSE * (time.monotonic() - started_s), self._continue_new)
+
     @property
     def turn_s(self) -> float:
         """Time for the work of a connection that has just received bytes."""
-        return SHORT_TURN_S if self._backlog else TURN_S
+        return SHORT_TURN_S if self._backlog or self._new_backlog else TURN_S
 
     def closed_one(self) -> None:
         """Note that a connection is closed."""
