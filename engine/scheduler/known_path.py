@@ -2,7 +2,8 @@
 
 Estimates count the units that are known to run. A unit that may be skipped takes no time, but the units behind it wait
 for it; a fallback that was not called is on no path. What is not decided yet: a condition over a value that is not
-there, a case of a switch, a required input that may be absent, and a list of which the length is not known.
+there, a case of a switch, a required input that may be absent, and a list of which the length is not known. The outputs
+of a step may be absent until it has succeeded if its failure counts as absent (`fallback: absent`).
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def known_path(
         gives = runs
         if unit.control and runs:
             gives = _chosen(unit, steps[unit.step], values, [presence(slot) for slot in unit.slots])
+        if gives and route.absent_on_failure[place]:
+            gives = None
         lists = [values.get(unit.slots[at]) for at in unit.mapped]
         if any(one is None or not one.items for one in lists) and (not missing or missing[place] >= 0):
             runs = None

@@ -94,8 +94,9 @@ class Route:
     required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
     waits_for:      for each unit of a fallback's group, the fallback.
     order:          the units, each after those that read its outputs.
-    deciding:       slots whose values decide which units run: read by conditions, switches and `map:`. Inputs of the
-                    pipeline are left out: they are known from the start.
+    deciding:       slots whose values decide which units run: read by conditions, switches and `map:`, or absent after a
+                    failure. Inputs of the pipeline are left out: they are known from the start.
+    absent_on_failure: for each unit, whether its outputs may be absent after a failure, its own or of its fallback.
     fixed_path:     the known path of every request, see known_path.py; None if it depends on the request.
     """
 
@@ -113,6 +114,7 @@ class Route:
     outputs: tuple[str, ...]
     order: tuple[int, ...] = ()
     deciding: frozenset[int] = frozenset()
+    absent_on_failure: tuple[bool, ...] = ()
     fixed_path: bytes | None = None
 
     @property
@@ -183,6 +185,8 @@ class Routes:
             for place in one.group:
                 missing[place] += 1
         inputs = len(self._plan.inputs)
+        absent = tuple(self._absent_on_failure(unit.steps[-1]) for unit in units)
+        uncertain = (slot for unit, may_lack in zip(units, absent) if may_lack for slot in unit.returns)
         after = _next_units(units, readers, fallbacks)
         return Route(
             units=units,
@@ -212,9 +216,16 @@ class Routes:
             waits_for={place: one.unit for one in fallbacks.values() for place in one.group},
             outputs=outputs,
             order=tuple(TopologicalSorter(dict(enumerate(after))).static_order()),
-            deciding=frozenset(slot for unit in units for slot in _deciding(unit) if slot >= inputs),
+            deciding=frozenset((*(slot for unit in units for slot in _deciding(unit) if slot >= inputs), *uncertain)),
+            absent_on_failure=absent,
             fixed_path=bytes([KNOWN] * len(units)) if not fallbacks and all(unit.plain for unit in units) else None,
         )
+
+    def _absent_on_failure(self, step: int) -> bool:
+        """Return True if the outputs of a step are absent when it fails, and its fallbacks with it."""
+        while self._fallback[step] >= 0:
+            step = self._fallback[step]
+        return self._plan.steps[step].absent_on_failure
 
     def _needed(self, slots: Sequence[int]) -> list[int]:
         """Return the steps that these values depend on, with conditions and fallbacks, in running order."""

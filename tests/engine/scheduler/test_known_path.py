@@ -226,3 +226,37 @@ def test_a_condition_that_cannot_be_evaluated_is_open() -> None:
     x = p.input("x", "json")
     p.output("y", step(p, "slow", value=x, when='x > "a"').value)
     assert path_of(p, x=1) == {"slow": OPEN}
+
+
+def failing_as_absent(**more: Any) -> Builder:
+    """Return a pipeline whose slow step runs where a quick one, whose failure counts as absent, has succeeded."""
+    p = Builder("lacking")
+    x = p.input("x", "json")
+    quick = step(p, "quick", value=x, **{"fallback": "absent", **more})
+    slow = step(p, "slow", value=quick.value)
+    p.output("y", p.step("best", "first", a=slow.value, b=x).value)
+    return p
+
+
+def test_what_requires_a_step_that_may_fail_as_absent_is_open() -> None:
+    harness = learned(failing_as_absent(), x=1)
+    assert admitted(harness, 100, x=1)
+    harness.answer("quick", lambda x: ValueError("drawn"))
+    assert [type(event) for event in harness.ended.values()] == [ev.Finish] * 6
+
+
+def test_a_fallback_that_may_fail_as_absent_leaves_readers_open() -> None:
+    p = Builder("chained")
+    x = p.input("x", "json")
+    quick = step(p, "quick", value=x, fallback="spare")
+    step(p, "spare", value=x, fallback="absent")
+    slow = step(p, "slow", value=quick.value)
+    p.output("y", p.step("best", "first", a=slow.value, b=x).value)
+    assert path_of(p, x=1) == {"quick": KNOWN, "spare": DORMANT, "slow": OPEN, "best": KNOWN}
+
+
+def test_a_request_is_dropped_when_a_step_that_may_fail_succeeds() -> None:
+    harness = learned(failing_as_absent(), x=1)
+    one = harness.submit(x=1, deadline_ms=100)
+    harness.answer("quick")
+    assert "it was not started" in harness.failure(one).message
