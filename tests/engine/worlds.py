@@ -50,10 +50,14 @@ class _Draft:
     lacking: set[Wire]
     pieces: list[Wire] = field(default_factory=list)
     streamy: bool = False  # most steps stream
+    listed: bool = False  # most steps return lists or map over them
 
 
-def random_plan(rng: random.Random) -> Plan:
-    """Draw a plan of 1 to 8 steps over 1 to 3 inputs; what is new is read most, so that paths get long."""
+def random_plan(rng: random.Random, listed: bool = False) -> Plan:
+    """Draw a plan of 1 to 8 steps over 1 to 3 inputs; what is new is read most, so that paths get long.
+
+    listed: most steps return lists or map over them.
+    """
     inputs = tuple(
         Input(f"in{i}", rng.choice(("bytes", "json")), optional=rng.random() < 0.15) for i in range(rng.randint(1, 3))
     )
@@ -64,10 +68,10 @@ def random_plan(rng: random.Random) -> Plan:
         [],
         {wire for wire, given in zip(wires, inputs) if given.optional},
     )
-    draft.streamy = rng.random() < 0.25
+    draft.streamy, draft.listed = rng.random() < 0.25, listed
     workers: list[PlannedWorker] = []
     steps: list[PlannedStep] = []
-    plain = not draft.streamy and rng.random() < 0.3
+    plain = not (draft.streamy or draft.listed) and rng.random() < 0.3
     for index in range(rng.randint(1, 8)):
         steps += [_plain(f"s{index}", rng, draft, workers)] if plain else _steps(f"s{index}", rng, draft, workers)
     pool = [*draft.plain, *draft.lists]
@@ -90,13 +94,14 @@ def _steps(name: str, rng: random.Random, draft: _Draft, workers: list[PlannedWo
         return [_first(name, rng, draft)]
     if draw < 0.16 and draft.json:
         return [_switch(name, rng, draft)]
-    ports = tuple(Port(f"out{i}", rng.choice((TENSOR, BYTES, JSON, LIST))) for i in range(rng.randint(1, 2)))
+    types = (LIST, TENSOR, LIST) if draft.listed else (TENSOR, BYTES, JSON, LIST)
+    ports = tuple(Port(f"out{i}", rng.choice(types)) for i in range(rng.randint(1, 2)))
     reads = _reads(rng, draft, rng.randint(0 if rng.random() < 0.1 else 1, 3))
     mapped: tuple[str, ...] = ()
-    if draft.lists and rng.random() < 0.4:
+    if draft.lists and rng.random() < (0.8 if draft.listed else 0.4):
         reads = (PlannedInput("list", rng.choice(draft.lists), BYTES), *reads)
         mapped = ("list",)
-        ports = tuple(Port(port.name, BYTES) for port in ports)
+        ports = tuple(Port(port.name, TENSOR if draft.listed else BYTES) for port in ports)
     streams = rng.random() < (0.7 if draft.streamy else 0.15)
     fed = streams and not mapped and bool(draft.pieces) and rng.random() < 0.8
     if fed:
