@@ -160,7 +160,7 @@ RETRIED = _counter("weftline_items_retried_total", "model", "items", "retried it
 QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
     "inputs that killed workers and are now refused; since the model was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
-    "items dropped before dispatch because they could not meet their deadline; since the model was loaded")  # fmt: skip
+    "items not started: they could not meet their deadline or timeout_ms; since the model was loaded")  # fmt: skip
 STALE = _counter("weftline_stale_messages_total", "model", "messages",
     "dropped worker messages about tasks that had ended; since the model was loaded")  # fmt: skip
 ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",

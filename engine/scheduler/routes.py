@@ -94,8 +94,8 @@ class Route:
     required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
     waits_for:      for each unit of a fallback's group, the fallback.
     order:          the units, each after those that read its outputs.
-    deciding:       slots whose values decide which units run: read by conditions, switches and `map:`, or absent after a
-                    failure. Inputs of the pipeline are left out: they are known from the start.
+    deciding:       slots whose values decide which units run: read by conditions, switches and `map:`, or absent
+                    after a failure. Inputs of the pipeline are left out: they are known from the start.
     absent_on_failure: for each unit, whether its outputs may be absent after a failure, its own or of its fallback.
     fixed_path:     the known path of every request, see known_path.py; None if it depends on the request.
     """

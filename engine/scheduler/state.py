@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class Counters:
     """Totals since the start. admitted == ok + failed + cancelled + expired + open, always.
 
-    late:  items that were not dispatched because they could not meet their deadline.
+    late:  items that were not dispatched because they could not meet their deadline or timeout_ms.
     stale: messages dropped because their subject had ended: from an earlier incarnation of a worker, or about items
            that the worker no longer holds. Each item counts once.
     deaths_by: deaths by step and cause (events.CAUSES).

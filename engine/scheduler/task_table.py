@@ -152,7 +152,8 @@ def time_out(state: SchedulerState, task: Task, wait_ms: float = 0.0) -> None:
         left_ms = task.expires_ms - state.now_ms
         if left_ms > 0:
             state.counters.late += 1
-            needs = f"it needs about {ms_text(wait_ms + queue.latency.run_ms(1))} ms, waiting included"
+            needs_ms = wait_ms + task.expires_ms - queue.latest_start_ms(task, state.now_ms)
+            needs = f"it may need {ms_text(max(needs_ms, left_ms))} ms, waiting included"
             left = f"has {ms_text(left_ms)} ms left of its timeout_ms, {queue.step.timeout_ms:g} ms"
             message = f"by recent measurements {needs}, and {left}; it was not started"
     fail(state, task, "DeadlineExceeded", message, queue.name, timed_out=True, at_work=at_work)
