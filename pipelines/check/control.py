@@ -93,6 +93,8 @@ def _misread(tree: Tree, when: Condition, types: Sequence[PortType | None], bare
             if type is None or labels or type.kind in ("json", "any"):
                 return []
             return [f"{when.wires[index]} is {type}, which has no {key} in it"]
+        case ("len", ("wire", index)) if (type := types[index]) is not None and is_number(type):
+            return [f"{when.wires[index]} is {type}, which has no len"]
         case ("len", inner):
             return _misread(inner, when, types, bare=True)
         case ("max" | "min", _, ("wire", index)):

@@ -51,7 +51,7 @@ class Evaluation:
             case ("len", inner):
                 found = self.value(inner)
                 if not isinstance(found, str | list | tuple | Mapping):
-                    raise ValueError(f"{_written(inner, self._wires)} is {_kind(found)}, which has no len")
+                    raise ValueError(f"{self._described(inner, found)}, which has no len{_guard(found)}")
                 return len(found)
             case ("max" | "min" as name, default, *parts):
                 return self._extreme(name, default, parts)
@@ -80,9 +80,11 @@ class Evaluation:
         found = [self.value(part) for part in parts]
         if len(parts) == 1 and isinstance(found[0], int | float):
             return found[0]  # of a tensor that happens to have one element
+        if len(parts) == 1 and found[0] is None and default:
+            return self.value(default)
         if len(parts) == 1:
             if not isinstance(found[0], list | tuple):
-                raise ValueError(f"{_written(parts[0], self._wires)} is {_kind(found[0])}, not a list")
+                raise ValueError(f"{self._described(parts[0], found[0])}, not a list{_guard(found[0])}")
             found = list(found[0])
         if not found and default:
             return self.value(default)
@@ -95,6 +97,9 @@ class Evaluation:
             kinds = ", ".join(dict.fromkeys(map(_kind, found)))
             raise ValueError(f"{written} of {kinds} cannot be decided") from None
 
+    def _described(self, tree: Tree, found: Any) -> str:
+        return f"{_written(tree, self._wires)} is {_kind(found)}"
+
     def _inside(self, inner: Tree, key: str | int) -> Any:
         found = self.value(inner)
         if found is None:
@@ -104,6 +109,11 @@ class Evaluation:
         if isinstance(found, list | tuple) and isinstance(key, int):
             return found[key] if -len(found) <= key < len(found) else None
         raise ValueError(f"{_written(inner, self._wires)} is {_kind(found)}, which has no {literal(key)} in it")
+
+
+def _guard(value: Any) -> str:
+    """Return the fix for a value that is absent."""
+    return "; write `x != null and ...` where x may be absent" if value is None else ""
 
 
 def _kind(value: Any) -> str:

@@ -235,6 +235,7 @@ def test_what_a_guard_looks_at_runs_before_the_guarded_step(planned: Planned) ->
         ("wide.y == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
         ("many == 1", "many is list[text], of which a condition can only use len(x), max(x) and min(x)"),
         ("len(wide.y) == 1", "wide.y is float32[3], of which a condition can only use max(x) and min(x)"),
+        ("len(one.y) == 1", "one.y is float32[1], which has no len"),
         ("max(t) == 'a'", "t is text, of which a condition has no max"),
         ("min(see.detections.x) == 1", "see.detections is detections, which has no x in it"),
         ("many[0] == 'a'", "many is list[text], which has no 0 in it"),
