@@ -16,6 +16,9 @@ from dataclasses import dataclass
 FRESH_MS = 10_000.0
 """Age at which measurements expire: no work is refused because of older ones."""
 
+CUT_FRESH_MS = 1_000.0
+"""The same for a streaming step of which no answer has ended within its timeout: the next one may be shorter."""
+
 SAMPLES_MIN = 3
 """Calls measured before work is refused because of them; the first calls are often slow."""
 
@@ -235,14 +238,30 @@ class Latency:
 class ShortestLatency(Latency):
     """The latency of a streaming step: that of its short answers, however many run.
 
-    One answer is short and another long: what the short ones take is all that is certain.
+    One answer is short and another long: what the short ones take is all that is certain. Of an answer that was cut
+    short by its timeout it is only known that it takes longer.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = False  # an answer, since the measurements expired
+
+    def learn_cut(self, run_ms: float, now_ms: float) -> None:
+        """Add an answer that was cut short after `run_ms`."""
+        ended = self._ended and now_ms - self._learned_at_ms <= FRESH_MS
+        self.learn(1, run_ms, now_ms)
+        self._ended = ended
+
+    def fresh(self, now_ms: float) -> bool:
+        """Return True if there are enough recent measurements to refuse work by."""
+        return super().fresh(now_ms) and (self._ended or now_ms - self._learned_at_ms <= CUT_FRESH_MS)
 
     def learn(self, items: int, run_ms: float, now_ms: float) -> None:
         if now_ms - self._learned_at_ms > FRESH_MS:
             self._expire()
         self.samples += 1
         self._lately += 1
+        self._ended = True
         self._learned_at_ms = now_ms
         self._learn_shortest(run_ms)
 

@@ -358,6 +358,11 @@ class StepQueue:
         if full_ms and not self.streams:
             self._batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / full_ms)))
 
+    def learn_cut(self, run_ms: float, now_ms: float) -> None:
+        """Learn that an answer of a streaming step was cut short by its timeout after `run_ms`."""
+        if isinstance(self.latency, ShortestLatency):
+            self.latency.learn_cut(run_ms, now_ms)
+
     @property
     def short_of_memory(self) -> int:
         """Number of batches for which there was no memory."""

@@ -144,7 +144,7 @@ def time_out(state: SchedulerState, task: Task, wait_ms: float = 0.0) -> None:
     if at_work:  # the worker keeps it until it answers; the next attempt is another task
         state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
         if queue.streams:  # it is cut short: all that is known is that it takes longer
-            queue.learn(1, state.now_ms - task.started_ms + LONGER_MS, state.now_ms)
+            queue.learn_cut(state.now_ms - task.started_ms + LONGER_MS, state.now_ms)
         task = replace(state, task)
     else:
         queue.discard(task)

@@ -294,6 +294,24 @@ def test_a_streaming_step_that_always_times_out_is_not_started() -> None:
     assert "not started" in harness.failure(ends[3]).message
 
 
+def test_a_short_answer_of_a_streaming_step_is_tried_after_long_ones() -> None:
+    p = Builder("streams")
+    p.output("y", p.step("a", "trickle", value=p.input("x", "text"), timeout_ms=100).value)
+    harness = SchedulerHarness(p)
+    for _ in range(5):
+        harness.submit(x=msg.Value("text", data=b"long"))
+        harness.advance(101)
+    harness.send_chunk(0, "whole", last=True)
+    harness.advance(1001)
+    short = harness.submit(x=msg.Value("text", data=b"short"))
+    assert short not in harness.ended
+    harness.advance(20)
+    harness.send_chunk(0, "whole", last=True, position=len(harness.streaming[0]) - 1)
+    assert isinstance(harness.ended[short], ev.Finish)
+    harness.advance(5000)
+    assert harness.submit(x=msg.Value("text", data=b"short")) not in harness.ended
+
+
 def test_items_carry_what_is_left_of_the_timeout() -> None:
     harness = SchedulerHarness(one_step())
     harness.submit(x=1)
