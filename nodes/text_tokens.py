@@ -173,7 +173,7 @@ def too_long(tokens: int, limit: int, what: str = "text") -> InputError:
     """Return the error for a text that has more tokens than a model reads."""
     return InputError(
         f"the {what} has {tokens} tokens, and the model reads at most {limit}\n"
-        "    fix: shorten or split it, or set `overflow: end` on the step to cut it"
+        "    fix: shorten or split it, or set `overflow: end` to cut it, or for classifications `windows` to read all"
     )
 
 

@@ -164,6 +164,7 @@ def test_a_text_that_is_too_long_fails_alone(tmp_path: Path, task: str, kind: st
     found = opened(tmp_path, task).run(Batch({"text": ["good", long]}))
     for values in found.values():
         assert str(values[1]).startswith("the text has 43 tokens, and the model reads at most 16\n    fix: ")
+        assert "`overflow: end` to cut it, or for classifications `windows` to read all" in str(values[1])
         assert not isinstance(values[0], InputError)
     end, start = "good bad " * 7, "bad " + "good bad " * 6 + "day"
     for overflow, wanted in {"end": end, "start": start}.items():
