@@ -186,8 +186,8 @@ def _simpler(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, _TO_BUILTINS):
-        known = type(value) in _TO_BUILTINS or not hasattr(value, "isoformat")
-        return msgspec.to_builtins(value) if known else value.isoformat()  # those of pandas have nanoseconds
+        written = None if type(value) in _TO_BUILTINS else getattr(value, "isoformat", None)
+        return msgspec.to_builtins(value) if written is None else written()  # those of pandas have nanoseconds
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, set | frozenset):

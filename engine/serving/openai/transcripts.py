@@ -69,7 +69,7 @@ def _segment(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
 def _is_timed(found: Any, text: str) -> bool:
     if not isinstance(found, Mapping) or not isinstance(found.get(text), str):
         return False
-    times = [found.get(name) for name in ("start", "end")]
+    times: list[Any] = [found.get(name) for name in ("start", "end")]
     return all(type(one) in (int, float) and math.isfinite(one) for one in times)
 
 
