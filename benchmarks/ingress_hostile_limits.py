@@ -38,9 +38,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -283,7 +284,7 @@ async def json_documents(target: Target) -> None:
     await asyncio.gather(*(caller(100_000 if at % 2 else MIB) for at in range(20)))
 
 
-ATTACKS: Mapping[str, Callable[[Target], Awaitable[None]]] = {
+ATTACKS: Mapping[str, Callable[[Target], Coroutine[Any, Any, None]]] = {
     "no-message": no_message, "idle": idle, "watches": watches, "handshakes": handshakes, "pipelined": pipelined,
     "slow-bodies": slow_bodies, "unread-grpc": unread_grpc, "unread-http": unread_http,
     "unread-streams": unread_streams, "json": json_documents,
