@@ -514,7 +514,7 @@ def test_csv_keeps_what_the_file_has(tmp_path: Path, out: str) -> None:
 
 def test_csv_with_carriage_returns_alone_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mac.csv").write_bytes(b"v,k\ra,1\rb,2\r")
-    with pytest.raises(InputError, match="mac.csv:1: its lines end with a carriage return alone"):
+    with pytest.raises(InputError, match=r"mac\.csv:1: its lines end with a carriage return alone"):
         job(tmp_path, tmp_path / "mac.csv", "out.jsonl", type="text")
     (tmp_path / "quoted.csv").write_bytes(b'"v","k\rm"\r\na,1\r\n')
     assert [row["k\rm"] for row in job(tmp_path, tmp_path / "quoted.csv", "out.jsonl", type="text")] == ["1"]
