@@ -15,7 +15,7 @@ from weftline.engine.llm.gpu.fake_capture import FakeCapture
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.cuda_graphs import graph_sizes
 from weftline.nodes.onnx import Onnx, OnnxConfig
-from weftline.nodes.onnx_session import providers
+from weftline.nodes.onnx_session import CUDA_OPTIONS, providers
 from weftline.nodes.torch_module import TorchConfig, TorchModule
 
 SOURCE = """
@@ -190,7 +190,7 @@ def test_a_session_for_graphs_is_opened_on_cuda_without_tensorrt(tmp_path: Path)
     available = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
     (cuda, on), _ = providers(available, "cuda:1", tmp_path, False, 7, graphs=True)
     assert cuda == "CUDAExecutionProvider"
-    assert on == {"device_id": 1, "user_compute_stream": "7", "enable_cuda_graph": "1"}
+    assert on == {"device_id": 1, "user_compute_stream": "7", "enable_cuda_graph": "1"} | CUDA_OPTIONS
     assert all("enable_cuda_graph" not in on for _, on in providers(available, "cuda:1", tmp_path, True, 7))
 
 

@@ -91,7 +91,7 @@ def _tensor(port: PortInfo, value: Any) -> Tensor:
     if value.__class__ is np.ndarray:
         return _dense(name, value, kind)
     if value.__class__ is Written:
-        return Tensor(name, BYTES, (value.count,), value.raw)
+        return Tensor(name, BYTES, (value.count,), value.raw, parameters={JSON: True} if kind == "any" else {})
     if kind == "text" and isinstance(value, str):
         return Tensor(name, BYTES, (1,), encode_elements((value.encode(),)))
     if value is None and (port.optional or kind != "json"):

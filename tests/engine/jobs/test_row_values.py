@@ -477,7 +477,7 @@ def test_kept_values_of_a_json_list_are_as_in_the_file(tmp_path: Path) -> None:
 
 
 JSON_TEXTS = ['{"a":\n 1.10}', '"x"', "3", None, "no JSON", "[NaN]", "1,2", ""]
-JSON_KEPT = ['{"a":1.10}', '"x"', "3", None, '"no JSON"', "[null]", '"1,2"', '""']
+JSON_KEPT = ['{"a":1.10}', '"x"', "3", None, '"no JSON"', "[NaN]", '"1,2"', '""']
 
 
 @pytest.mark.parametrize("type", [pa.string(), pa.large_string(), pa.json_()])
@@ -489,11 +489,11 @@ def test_json_text_that_is_only_kept_stays_json(tmp_path: Path, type: pa.DataTyp
     with pa.OSFile(str(tmp_path / "in.arrow"), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_table(pa.table([pa.array(range(len(JSON_TEXTS))), column], schema=schema))
     expected = [None if one is None else json.loads(one) for one in JSON_KEPT]
-    assert [row["k"] for row in job(tmp_path, tmp_path / "in.arrow", "out.jsonl")] == expected
+    assert [repr(row["k"]) for row in job(tmp_path, tmp_path / "in.arrow", "out.jsonl")] == list(map(repr, expected))
     job(tmp_path, tmp_path / "in.arrow", "out.parquet")
     again = job(tmp_path, tmp_path / "out.parquet", "again.jsonl", maps={"v": "k"})
     if mark is not None:  # Parquet files of json_ keep the texts unchanged
-        assert [row["k"] for row in again] == expected
+        assert [repr(row["k"]) for row in again] == list(map(repr, expected))
         assert [row["seen"] for row in again] == list(map(repr, expected))
         assert pq.read_table(tmp_path / "out.parquet")["k"].to_pylist() == JSON_KEPT
 
