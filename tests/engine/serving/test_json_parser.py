@@ -241,7 +241,7 @@ def test_a_cancelled_document_is_let_go_at_once_or_after_it_was_read() -> None:
 
     async def work(parser: JsonParser) -> None:
         await parser.document(SLOW, "x", "a")
-        slow = b"[" + b'{"a":[1]},' * 100_000 + b"1]"  # the machine may be busy: some tenths of a second
+        slow = b"[" + (b'{"a":["' + b"x" * 500 + b'"]},') * 20_000 + b"1]"  # longer on a busy machine
         documents = [Watched(slow) for _ in range(10)]
         watched = [weakref.ref(one) for one in documents]
         reading = [asyncio.ensure_future(parser.document(one, "x", "a")) for one in documents]
