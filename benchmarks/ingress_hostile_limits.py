@@ -12,6 +12,8 @@
     unread-http     110 connections with an answer of 8 MB, unread             token
     unread-streams  16 connections, 16 streams with 8 answers each, unread     token
     json            20 callers with nested JSON of 1 MB, a second with 100 KB  token
+    pictures        12 callers: 16 scans of 16 megapixels, 15 MB of markers    token
+    recordings      12 callers: 244 bytes at 191 999 Hz, two minutes of FLAC   token
 
 Printed for each kind: p50 and p99 of the healthy client (1 KB, one caller, 50 calls a second) when it is quiet and
 beside the attack, calls that failed, and the memory of all server processes before and at most. The bar: p99 at
@@ -45,10 +47,11 @@ from typing import Any
 
 import grpc
 import psutil
-from tritonclient.grpc import service_pb2
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from benchmarks.conditions import conditions
 from benchmarks.ingress_hostile import HEADERS, PREFACE, SETTINGS, frame
+from tests.hostile_media import jpeg_of_markers, jpeg_of_scans, png_of_chunks, recording, wav_of_chunks
 from weftline.engine.serving.auth.tokens import digest
 
 HERE = Path(__file__).resolve().parent
@@ -68,13 +71,15 @@ PIPELINES = {
     "one": ('"uint8[N]"', 'node: echo, type: "uint8[N]", inputs: {value: x}', "value"),
     "large": ('"uint8[N]"', "node: function, function: hostile_steps.py:grows, inputs: {x: x}", "output"),
     "json": ("json", "node: echo, type: json, inputs: {value: x}", "value"),
+    "picture": ("image", "node: function, function: hostile_steps.py:shape_of, inputs: {x: x}", "output"),
+    "recording": ("audio", "node: function, function: hostile_steps.py:length_of, inputs: {x: x}", "output"),
 }
 """Type of the input, step and its output, by model."""
 
 SERVE = """grpc: {port: 0}
 http: {port: 0}
 tokens: tokens.yaml
-pipelines: {one: one.yaml, large: large.yaml, json: json.yaml}
+pipelines: {one: one.yaml, large: large.yaml, json: json.yaml, picture: picture.yaml, recording: recording.yaml}
 """
 
 
@@ -284,10 +289,37 @@ async def json_documents(target: Target) -> None:
     await asyncio.gather(*(caller(100_000 if at % 2 else MIB) for at in range(20)))
 
 
+async def media(target: Target, model: str, kinds: Sequence[bytes]) -> None:
+    """Send media of each kind from callers of their own, one after the other."""
+    options = [("grpc.max_send_message_length", 64 * MIB)]
+
+    async def caller(data: bytes) -> None:
+        request = service_pb2.ModelInferRequest(model_name=model)
+        request.inputs.add(name="x", datatype="BYTES", shape=[1])
+        request.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}", options=options) as channel:
+            infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    await infer(request, metadata=[("authorization", f"Bearer {ATTACKER}")])
+                await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(caller(kinds[at % len(kinds)]) for at in range(12)))
+
+
+async def pictures(target: Target) -> None:
+    await media(target, "picture", [jpeg_of_scans(6), jpeg_of_markers(3_700_000), png_of_chunks(1_200_000)])
+
+
+async def recordings(target: Target) -> None:
+    odd = recording("WAV", 100 / 191_999, 191_999)
+    await media(target, "recording", [odd, recording("FLAC", 118.0), wav_of_chunks(1_800_000)])
+
+
 ATTACKS: Mapping[str, Callable[[Target], Coroutine[Any, Any, None]]] = {
     "no-message": no_message, "idle": idle, "watches": watches, "handshakes": handshakes, "pipelined": pipelined,
     "slow-bodies": slow_bodies, "unread-grpc": unread_grpc, "unread-http": unread_http,
-    "unread-streams": unread_streams, "json": json_documents,
+    "unread-streams": unread_streams, "json": json_documents, "pictures": pictures, "recordings": recordings,
 }  # fmt: skip
 
 
