@@ -60,8 +60,11 @@ def _memory_bytes() -> int:
 
 
 def _swap_bytes() -> int:
-    """Return the machine's swap space, or the control group's limit if that is lower."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    """Return the machine's swap space, or the control group's limit if that is lower; 0 if that cannot be read."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # no file descriptor is free
+        return 0
     installed = next((int(line.split()[1]) << 10 for line in lines if line.startswith("SwapTotal:")), 0)
     limit = Path("/sys/fs/cgroup/memory.swap.max")
     text = limit.read_text().strip() if limit.is_file() else "max"

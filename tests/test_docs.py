@@ -181,7 +181,7 @@ def test_the_guides_commands_print_what_they_show(
         [sys.executable, *start, *words], cwd=folders[guide], capture_output=True, text=True, timeout=100,
         env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
-    shown_rows = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote "))]
+    shown_rows = [line for line in ended.stderr.splitlines() if not line.startswith(("loading ", "wrote ", "worker "))]
     shows_times = command.startswith("weftline run")  # in a table on standard error, behind the outputs
     printed = ended.stdout if ended.returncode == 0 else ""
     printed += "\n".join(shown_rows) if ended.returncode or shows_times else ""

@@ -34,7 +34,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> subprocess.Complet
 
 LLM_HIDDEN = ("msgspec", "whisper", "ultralytics", "cuda")
 """What is hidden from the whole check: without the others transformers, which was installed with them, cannot load."""
-CARD_ONLY = ("kernels", "decode 8b", "profile 8b", "transformers 8b", "together 70b fp8")
+CARD_ONLY = ("kernels", "decode 8b", "profile 8b", "transformers 8b", "together 70b fp8", "open as served", "features")
 
 
 @pytest.mark.slow
