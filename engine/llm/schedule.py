@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from weftline.engine.llm.kv_cache import PrefixCache
@@ -109,11 +109,13 @@ class Round:
 class _RoundPlan:
     """A round under construction; chunks and copies by their sequence's order.
 
+    fair:     by the shares of callers.
     reserved: tokens of the budget for decoding sequences still to be scheduled; draft tokens cannot use them.
     """
 
     budget: int
     paced: int
+    fair: bool = False
     reserved: int = 0
     chunks: dict[int, ScheduledChunk] = field(default_factory=dict)
     preempted: list[Sequence] = field(default_factory=list)
@@ -193,11 +195,22 @@ class Schedule:
         pace: maps the number of decoding sequences to the most tokens for prompts longer than a round; None: no limit.
         prompts_max: most tokens for sequences that do not decode, after out-of-memory errors; None: no extra limit.
         """
-        plan = _RoundPlan(self.limits.tokens_max, self.limits.tokens_max)
+        if not self._shares.contended:
+            return self._plan(pace, prompts_max, False)
+        round = self._plan(pace, prompts_max, True)
+        if round.chunks:
+            return round
+        # by rank alone the best sequence can always continue, so that everything finishes
+        other = self._plan(pace, prompts_max, False)
+        return replace(other, preempted=round.preempted + other.preempted)
+
+    def _plan(self, pace: Callable[[int], int | None], prompts_max: int | None, fair: bool) -> Round:
+        """Return the next round; fair: by the shares of callers, otherwise by rank alone."""
+        plan = _RoundPlan(self.limits.tokens_max, self.limits.tokens_max, fair)
         # A resumed sequence whose place in the round is occupied waits until another sequence ends.
         active = sorted((s for s in self._running if not s.paused), key=_rank)
         left_out: list[Sequence] = []
-        if self._shares.contended:
+        if fair:
             waiting = sorted((s for s in self._waiting if not s.paused), key=_rank)
             active, left_out = self._shares.choose(active, waiting, self._places)
         active = active[: self._places]
@@ -218,8 +231,8 @@ class Schedule:
         plan.paced = plan.budget if paced is None else max(1, paced)
         if self._waiting:
             others += (s for s in self._waiting if not s.paused)
-        if self._waiting or self._shares.contended:
-            others.sort(key=self._shares.order if self._shares.contended else _rank)
+        if self._waiting or fair:
+            others.sort(key=self._shares.order if fair else _rank)
         joining = True
         for sequence in others:
             if sequence.state == "running":
@@ -349,7 +362,7 @@ class Schedule:
         if self._has_place(sequence, plan):
             return True
         victims = [s for s in self._running if s.paused or s.due_ms >= sequence.due_ms + MARGIN_MS]
-        if self._shares.contended:
+        if plan.fair:
             surplus = self._shares.surplus(sequence.caller, self._running, self._places, self.pool.size)
             victims += [s for s in surplus if s not in victims]
         if not self._has_place(sequence, plan, victims):
@@ -368,7 +381,7 @@ class Schedule:
         active = self._active() - sum(not s.paused for s in gone)
         budget = plan.budget + sum(plan.chunks[s.order].count for s in gone if s.order in plan.chunks)
         scheduled = len(plan.chunks) - sum(s.order in plan.chunks for s in gone)
-        occupied = max(scheduled, self._occupied(sequence, active, gone))
+        occupied = max(scheduled, self._occupied(sequence, active, gone, plan.fair))
         if occupied >= self._places or budget < 1:
             return False
         # Each active sequence may soon need one more page: joining on the last pages would only cause preemption.
@@ -376,9 +389,9 @@ class Schedule:
         held = Counter(page for s in gone for page in s.table.pages)  # shared pages stay while others refer to them
         return needed <= self.pool.available + sum(self.pool.references(page) == n for page, n in held.items())
 
-    def _occupied(self, sequence: Sequence, active: int, gone: list[Sequence]) -> int:
+    def _occupied(self, sequence: Sequence, active: int, gone: list[Sequence], fair: bool) -> int:
         """Return the places of a round that a waiting sequence cannot have, of `active` ones without `gone`."""
-        if active < self._places or not self._shares.contended:
+        if active < self._places or not fair:
             return active
         staying = [one for one in self._running if not one.paused and one not in gone]
         return self._shares.occupied(sequence.caller, staying, self._places)
