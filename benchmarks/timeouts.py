@@ -1,4 +1,4 @@
-"""How many requests a step with a timeout answers, for 1 to 64 callers in a closed loop.
+"""Measure the goodput of a step with a timeout, for 1 to 64 callers in a closed loop.
 
 One step of known cost that sleeps instead of computing, in a process of its own; its timeout is 1.5 times that cost and
 includes the time in the queue. Each caller calls again 5 ms after an answer or an error. A call that ends after its

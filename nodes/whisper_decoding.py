@@ -109,7 +109,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How a window's tokens are searched, and which of them are left out as silence.
+    """Options of the search for a window's tokens, and of its rule for silence.
 
     prompt:     text before the recording.
     beams:      width of the beam search; 1 is greedy.

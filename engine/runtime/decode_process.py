@@ -53,7 +53,7 @@ END_MAX_S = 5.0
 """Longest wait for a thread at its end; its job is ended then."""
 
 CANCEL_S = 0.02
-"""How often a waiting thread looks whether its request was cancelled."""
+"""Interval between checks of a waiting thread for the cancellation of its request."""
 
 IDLE_S = 30.0
 """Time without a job after which a process and its thread end."""

@@ -30,7 +30,7 @@ def cause_of(worker: WorkerState, event: ev.WorkerDied) -> str:
 
 @dataclass(slots=True)
 class DeathReport:
-    """What is known about one death. Filled by failures.py while it handles the death.
+    """Facts about one death. Filled by failures.py while it handles the death.
 
     step:     names of the steps that it ran, or of all its steps when it ran none.
     requests: those of the tasks that it was running.

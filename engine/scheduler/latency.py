@@ -60,7 +60,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class Spread:
-    """How far calls are from their expected time: moving averages of actual over expected time.
+    """Deviation of calls from their expected time: moving averages of actual over expected time.
 
     mean, deviation: of the ratio; a call counts as at most ALONE_MAX times the mean.
     """

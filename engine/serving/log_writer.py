@@ -25,7 +25,7 @@ QUEUE_BYTES_MAX = 8 << 20
 """Most characters that wait for the reader: some 40 000 lines."""
 
 CLOSE_GRACE_S = 1.0
-"""How long closing waits for the reader."""
+"""Longest wait for the reader when the log is closed."""
 
 READS_MAX = 64
 """Most reads of the pipe at the end."""

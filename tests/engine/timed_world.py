@@ -52,7 +52,7 @@ def with_timeouts(plan: Plan, seed: int) -> Plan:
 
 
 class TimedWorld:
-    """What is known from outside of a timed world: the time of each step, and which were measured."""
+    """Facts about a timed world, seen from outside: the time of each step, and which were measured."""
 
     def __init__(self, plan: Plan, seed: int) -> None:
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Which connection is closed for another: late, new, idle, busy of a caller with more than half."""
+"""Choice of the connection that is closed for another: late, new, idle, busy of a caller with more than half."""
 
 import random
 
