@@ -117,7 +117,7 @@ def test_a_flood_of_pictures_and_bodies_has_bounded_memory_and_latency(tmp_path:
         print(
             f"quiet p50 {quiet[0]:.1f} p99 {quiet[1]:.1f} ms, busy p50 {p50:.1f} p99 {p99:.1f} ms, {peak / 1e6:.0f} MB"
         )
-        assert set(psutil.Process(it.process.pid).children(recursive=True)) == workers, "a process was killed"
+        assert workers <= set(psutil.Process(it.process.pid).children(recursive=True)), "a process was killed"
         assert peak < 279e6 * 1.05 + 268e6 * 1.15 + 150e6  # both budgets, and what is around them
         assert p50 < 2 * quiet[0] + 20  # of p99 little can be said: the flood comes from this process
         assert p99 < 2000
