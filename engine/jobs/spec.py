@@ -1,10 +1,16 @@
-"""Job settings as values, with their defaults."""
+"""Job settings as values: types, defaults, and the options of `weftline batch` that set them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from weftline.engine.flags import Flag, pairs
 
 PART_ROWS = 10_000
 """Default rows per part in block mode."""
@@ -12,63 +18,21 @@ PART_ROWS = 10_000
 ERRORS_FROM_ROWS = 100
 """The share of errors is checked from this number of rows on."""
 
-
-@dataclass(frozen=True, slots=True)
-class DataSpec:
-    """Input rows and their selection.
-
-    data:    files, folders, globs and fsspec URLs, `hf:NAME` for a Hugging Face data set, `-` for stdin.
-    format:  parquet, jsonl, csv, arrow, files, webdataset, delta or hf; None: by the names.
-    maps:    columns by pipeline input, where the names differ.
-    id:      the column that has row ids; None: ids are made from file and row.
-    where:   conditions on columns, all of which must hold, in the language of `when:`.
-    shuffle: seed of an order; None: the data set's own.
-    shard:   (i, n): the i-th of n shares, from 1.
-    limit:   most rows.
-    split:   of a Hugging Face data set.
-    storage: options for fsspec, such as keys of an object store.
-    media_roots: further folders and URLs below which rows may name files, beside the folders of `data`.
-    media_urls:  rows may name public http and https URLs.
-    separator: character between values of CSV, or its name, such as tab; None: a comma, and a tab in .tsv.
-    table_version: version of a Delta table; None: the newest.
-    """
-
-    data: tuple[str, ...]
-    format: str | None = None
-    maps: Mapping[str, str] = field(default_factory=dict)
-    id: str | None = None
-    where: tuple[str, ...] = ()
-    shuffle: int | None = None
-    shard: tuple[int, int] | None = None
-    limit: int | None = None
-    split: str | None = None
-    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
-    media_roots: tuple[str, ...] = ()
-    media_urls: bool = False
-    separator: str | None = None
-    table_version: int | None = None
+DataFormat = Literal["parquet", "jsonl", "csv", "arrow", "files", "webdataset", "delta", "hf"]
+OutFormat = Literal["parquet", "jsonl", "arrow", "hf"]
 
 
-@dataclass(frozen=True, slots=True)
-class OutSpec:
-    """Destination and format of the results.
+def _shard(text: str) -> tuple[int, int]:
+    place, _, count = text.partition("/")
+    if place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count):
+        return int(place), int(count)
+    raise ValueError(f"{text:.80}: expected I/N with I from 1 to N, such as 2/8")
 
-    out:       a folder, or one file that is put together at the end; a path or URL.
-    format:    parquet, jsonl, arrow or hf; None: by the name, else parquet.
-    outputs:   pipeline outputs that are written; None: all.
-    keep:      input columns that are written too; None: all but media.
-    media:     'files' writes pictures and recordings beside the table, 'inline' into it.
-    part_rows: rows per part; None: chosen for the pipeline.
-    storage:   as in DataSpec.
-    """
 
-    out: str
-    format: str | None = None
-    outputs: tuple[str, ...] | None = None
-    keep: tuple[str, ...] | None = None
-    media: str = "files"
-    part_rows: int | None = None
-    storage: Mapping[str, str] = field(default_factory=dict, repr=False)
+def _kept(given: Sequence[str]) -> tuple[str, ...] | None:
+    if {"none", "all"} & set(given) and len(given) > 1:
+        raise ValueError("none, all: each stands alone")
+    return None if given == ["all"] else () if given == ["none"] else tuple(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +42,19 @@ class ErrorsMax:
     rows: int | None = None
     share: float | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> ErrorsMax:
+        """Return the budget of a number of rows such as 100, or of a share such as 1%; ValueError for other texts."""
+        if text.isdecimal():
+            return cls(rows=int(text))
+        try:
+            percent = float(text.removesuffix("%")) if text.endswith("%") else math.nan
+        except ValueError:
+            percent = math.nan
+        if 0 <= percent <= 100:
+            return cls(share=percent / 100)
+        raise ValueError(f"{text:.80}: expected a number of rows such as 100, or a share such as 1%")
+
     def exceeded(self, errors: int, done: int) -> bool:
         """Return True if `errors` among `done` rows exceed the budget."""
         if self.rows is not None:
@@ -85,23 +62,105 @@ class ErrorsMax:
         return self.share is not None and done >= ERRORS_FROM_ROWS and errors > self.share * done
 
 
+Storage = Annotated[Mapping[str, str], Flag("--storage", "KEY=VALUE", parse=pairs("KEY=VALUE"))]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Input rows and their selection."""
+
+    data: Annotated[tuple[str, ...], Flag("--data", "INPUT")]
+    """Input rows: a file, a folder, a quoted glob, a URL, hf:NAME, or - for standard input; repeatable."""
+
+    format: Annotated[DataFormat | None, Flag("--format")] = None
+    """Format of INPUT; by default from its name."""
+
+    maps: Annotated[Mapping[str, str], Flag("--map", "INPUT=COLUMN", parse=pairs("INPUT=COLUMN"))] = field(
+        default_factory=dict
+    )
+    """Column of a pipeline input, where the names differ; repeatable."""
+
+    id: Annotated[str | None, Flag("--id", "COLUMN")] = None
+    """Column with the row ids; FILE#ROW by default."""
+
+    where: Annotated[tuple[str, ...], Flag("--where", "COND")] = ()
+    """Select rows that match this condition, such as "lang == 'en'"; repeatable, all must hold."""
+
+    shuffle: Annotated[int | None, Meta(ge=0), Flag("--shuffle", "SEED")] = None
+    """Shuffle the rows with this seed."""
+
+    shard: Annotated[tuple[int, int] | None, Flag("--shard", "I/N", parse=_shard)] = None
+    """Process shard I of N only."""
+
+    limit: Annotated[int | None, Meta(ge=1), Flag("--limit")] = None
+    """Maximum number of rows."""
+
+    split: Annotated[str | None, Flag("--split", "NAME")] = None
+    """Split of a Hugging Face data set."""
+
+    storage: Storage = field(default_factory=dict, repr=False)
+    """fsspec option of the file system behind URLs; repeatable."""
+
+    media_roots: Annotated[tuple[str, ...], Flag("--media-root", "FOLDER")] = ()
+    """Folder or URL below which rows may name files, beside the data's own folder; repeatable."""
+
+    media_urls: Annotated[bool, Flag("--media-urls")] = False
+    """Rows may name files by http and https URL on public addresses."""
+
+    separator: Annotated[str | None, Flag("--separator", "SIGN")] = None
+    """Separator of CSV, such as ';', '|' or tab; by default a comma, and a tab in .tsv."""
+
+    table_version: Annotated[int | None, Meta(ge=0), Flag("--table-version", "N")] = None
+    """Version of a Delta table; by default the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutSpec:
+    """Destination and format of the results."""
+
+    out: Annotated[str, Flag("--out", "OUTPUT")]
+    """Output: a folder, or one file such as out.parquet that is put together at the end; a path or URL."""
+
+    format: Annotated[OutFormat | None, Flag("--out-format")] = None
+    """Format of OUTPUT; by default from its name, else parquet."""
+
+    outputs: Annotated[tuple[str, ...] | None, Flag("--output", "NAME", short="-o")] = None
+    """Compute this output only, with the steps it needs; repeatable."""
+
+    keep: Annotated[tuple[str, ...] | None, Flag("--keep", "COLUMN", parse=_kept)] = None
+    """Copy this input column to the output; repeatable. none: no column; all, the default: all but media."""
+
+    media: Annotated[Literal["files", "inline"], Flag("--media")] = "files"
+    """Store images and audio beside the table, or in it."""
+
+    part_rows: Annotated[int | None, Meta(ge=1), Flag("--part-rows")] = None
+    """Rows per commit; chosen for the pipeline by default."""
+
+    storage: Storage = field(default_factory=dict, repr=False)
+    """As in DataSpec."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job.
+    """A job."""
 
-    pipeline:     the file.
-    errors_max:   stop at more error rows than that; no bound by default.
-    restart:      delete the results of an earlier run, and start again.
-    retry_errors: run the error rows again, then the rows that are left.
-    seed:         base of the rows' seeds.
-    block_rows:   rows per block; None: chosen for the pipeline.
-    """
+    pipeline: Annotated[Path, Flag("FILE")]
+    """The pipeline's YAML file."""
 
-    pipeline: Path
     data: DataSpec
     out: OutSpec
-    errors_max: ErrorsMax = ErrorsMax()
-    restart: bool = False
-    retry_errors: bool = False
-    seed: int = 0
-    block_rows: int | None = None
+
+    errors_max: Annotated[ErrorsMax, Flag("--errors-max", "N|P%", parse=ErrorsMax.parse)] = ErrorsMax()
+    """Stop above this number or share of error rows, such as 100 or 1%."""
+
+    restart: Annotated[bool, Flag("--restart")] = False
+    """Delete the results of an earlier run at OUTPUT, and start again."""
+
+    retry_errors: Annotated[bool, Flag("--retry-errors")] = False
+    """Run only the error rows of a finished job again."""
+
+    seed: Annotated[int, Meta(ge=0), Flag("--seed")] = 0
+    """Base seed for steps that draw random numbers."""
+
+    block_rows: Annotated[int | None, Meta(ge=1), Flag("--block-rows")] = None
+    """Rows per block; chosen for the pipeline by default."""

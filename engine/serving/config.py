@@ -9,7 +9,8 @@
     tls: {certificate: cert.pem, key: key.pem}
 
 Each class is a frozen value and a pydantic schema at once: a key, its default, its bounds and its documentation stand
-here only. Bounds apply to files (`serve_file.py`); code may construct any value.
+here only. A `Flag` makes a key an option of `weftline serve` too, with the same type, bounds and sentence. Bounds apply
+to files and options (`serve_file.py`); code may construct any value.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
+from weftline.engine.flags import Flag
 from weftline.pipelines.spec.schema import Name
 
 LOOPBACK = "127.0.0.1"
@@ -103,17 +105,17 @@ class GrpcConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    host: Host = LOOPBACK
+    host: Annotated[Host, Flag("--host", "ADDRESS")] = LOOPBACK
     """Address to listen on."""
 
-    port: Port = 8001
-    """Port to listen on; 0 selects a free one, and `weftline serve` prints it."""
+    port: Annotated[Port, Flag("--port")] = 8001
+    """gRPC port; 0 selects a free one, and `weftline serve` prints it."""
 
-    socket: FilePath | None = None
+    socket: Annotated[FilePath | None, Flag("--socket", "PATH")] = None
     """Unix socket to listen on instead of an address; only the server's own user may connect."""
 
-    processes: Annotated[int, _number(0, 64)] = 0
-    """0 serves in the engine's process; N starts N ingress processes that share the port."""
+    processes: Annotated[int, _number(0, 64), Flag("--processes")] = 0
+    """Ingress processes that share the gRPC port; 0 serves in the engine's process."""
 
     reflection: Switch = True
     """Answer server reflection."""
@@ -131,11 +133,11 @@ class HttpConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    host: Host = LOOPBACK
+    host: Annotated[Host, Flag("--host", "ADDRESS")] = LOOPBACK
     """Address to listen on."""
 
-    port: Port = 8000
-    """Port to listen on; 0 selects a free one."""
+    port: Annotated[Port, Flag("--http-port")] = 8000
+    """Serve HTTP at this port; 0 selects a free one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +146,13 @@ class Tls:
 
     __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    certificate: FilePath
+    certificate: Annotated[FilePath, Flag("--tls-cert", "PEM")]
     """The server's certificate and those between it and the root."""
 
-    key: FilePath
-    """Its private key."""
+    key: Annotated[FilePath, Flag("--tls-key", "PEM")]
+    """The private key of the certificate."""
 
-    client_ca: FilePath | None = None
+    client_ca: Annotated[FilePath | None, Flag("--client-ca", "PEM")] = None
     """Authority whose certificates clients must present (mutual TLS). Left out, clients present none."""
 
 
@@ -221,13 +223,13 @@ class Logs:
 
     __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
-    format: Literal["text", "json"] = "text"
+    format: Annotated[Literal["text", "json"], Flag("--log-format")] = "text"
     """'json' writes one object per line; 'text' is for reading."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """'debug', 'info', 'warning' or 'error'."""
 
-    requests: Switch = False
+    requests: Annotated[Switch, Flag("--log-requests")] = False
     """Log every request; otherwise only those that fail."""
 
 
@@ -259,17 +261,17 @@ class ServeConfig:
     tls: Tls | None = None
     """Certificates. Left out, connections are not encrypted."""
 
-    tokens: FilePath | None = None
-    """The token file. Left out, callers need no token."""
+    tokens: Annotated[FilePath | None, Flag("--tokens", "FILE")] = None
+    """The token file, with lines of `weftline token`. Left out, callers need no token."""
 
-    insecure: Switch = False
+    insecure: Annotated[Switch, Flag("--insecure")] = False
     """Listen beyond loopback without TLS or tokens."""
 
-    shared_memory: Switch = False
+    shared_memory: Annotated[Switch, Flag("--shared-memory")] = False
     """Clients may register system shared memory."""
 
-    grace_s: Annotated[float, _number(0, 86_400)] = 30.0
-    """Longest time for open requests to finish after SIGTERM or SIGHUP."""
+    grace_s: Annotated[float, _number(0, 86_400), Flag("--grace-s")] = 30.0
+    """Longest time for open requests to finish after SIGTERM or SIGHUP, in seconds."""
 
     limits: ServeLimits = ServeLimits()
     """Limits on requests."""
@@ -277,7 +279,7 @@ class ServeConfig:
     logs: Logs = Logs()
     """The log on standard error."""
 
-    otlp: Annotated[str, Field(pattern=COLLECTOR_PATTERN)] = ""
+    otlp: Annotated[str, Field(pattern=COLLECTOR_PATTERN), Flag("--otlp", "URL")] = ""
     """Collector of spans (OTLP over gRPC), 'http://host:4317'; '' disables them."""
 
 

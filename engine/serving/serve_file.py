@@ -1,24 +1,27 @@
 """Serve files and command-line options, merged and checked before a server starts.
 
-    config, plans = assemble(["ocr.yaml"], "serve.yaml", Flags(http_port=8000))
+    config, plans = assemble(["ocr.yaml"], "serve.yaml", {"http.port": 8000})
     config.grpc.port
 
-Keys, defaults and bounds are in `config.py`. `assemble` checks all that needs no running process, pipelines included,
-and reports all problems at once. Relative paths in a file are relative to its folder.
+Keys, defaults, bounds and the options of keys are in `config.py`. `assemble` checks all that needs no running process,
+pipelines included, and reports all problems at once. Relative paths in a file are relative to its folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from weftline.engine.flags import flag_fields
 from weftline.engine.machine import this_machine
 from weftline.engine.serving.config import (
     COLLECTOR_PATTERN,
@@ -26,12 +29,8 @@ from weftline.engine.serving.config import (
     HOST_PATTERN,
     MODEL_PATTERN,
     SECTIONS,
-    GrpcConfig,
-    HttpConfig,
-    Logs,
     ServeConfig,
     ServedPipeline,
-    Tls,
 )
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.check.problems import did_you_mean, from_validation, listed
@@ -46,8 +45,6 @@ from weftline.pipelines.spec.single_step import alone
 
 COMMAND_LINE = "the command line"
 """File name in problems of command-line options."""
-
-_Value = TypeVar("_Value", GrpcConfig, HttpConfig, Logs, ServeConfig)
 
 _SCHEMA = TypeAdapter(ServeConfig)
 
@@ -65,16 +62,20 @@ _EXPECTED = {
 class ServeFile:
     """A parsed serve file.
 
-    path:  as the user wrote it; '' without a file.
-    lines: the 1-based line of each key, by dotted path.
+    path:       as the user wrote it; '' without a file.
+    lines:      the 1-based line of each key, by dotted path.
+    overridden: keys that options of the command line have set.
     """
 
     config: ServeConfig = field(default_factory=lambda: ServeConfig({}))
     path: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
+    overridden: Collection[str] = ()
 
     def problem(self, key: str, found: str, expected: str = "", fix: str = "") -> Problem:
-        """Return a problem of a key with its line; without that key, one of the command line."""
+        """Return a problem of a key with its line, or one of the option or of the command line that it came from."""
+        if key in self.overridden:
+            return _flag_problem(_flag_names()[key], found, expected, fix)
         if key not in self.lines:
             return _flag_problem(key, found, expected, fix)
         return Problem(key, found, expected, fix, line_of(key, self.lines), self.path)
@@ -137,43 +138,29 @@ def _readable(problem: Problem) -> Problem:
     return replace(problem, expected=expected)
 
 
-@dataclass(frozen=True, slots=True)
-class Flags:
-    """Options of the command line; None, or empty: not set.
-
-    expose: `step`, or `pipeline.step` where several are served.
-    """
-
-    host: str | None = None
-    port: int | None = None
-    http_port: int | None = None
-    socket: Path | None = None
-    expose: tuple[str, ...] = ()
-    tokens: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    client_ca: Path | None = None
-    insecure: bool = False
-    shared_memory: bool = False
-    processes: int | None = None
-    grace_s: float | None = None
-    log_format: str | None = None
-    log_requests: bool = False
-    otlp: str | None = None
-    verbose: bool = False
+@cache
+def _flag_names() -> Mapping[str, str]:
+    """Return the option of each key that has one."""
+    return {one.key: one.flag.name for one in flag_fields(ServeConfig)}
 
 
 def assemble(
-    files: Sequence[str], config: str | None, flags: Flags, machine: Machine | None = None
+    files: Sequence[str],
+    config: str | None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    expose: Sequence[str] = (),
+    machine: Machine | None = None,
 ) -> tuple[ServeConfig, Mapping[str, Plan]]:
     """Return the configuration and the plans of its pipelines; PipelineError lists every problem.
 
     Pipelines that are loaded at the start, and their exposed steps, are planned jointly: GPU memory that one reserves
     is not free for the next, and the rest is divided.
 
-    files:   pipeline files, and at most one serve file, which is one with `pipelines:`.
-    config:  a file that must be a serve file; None: there is none.
-    machine: machine to plan for; this one when left out.
+    files:     pipeline files, and at most one serve file, which is one with `pipelines:`.
+    config:    a file that must be a serve file; None: there is none.
+    overrides: values of options, by the dotted path of the key that each sets.
+    expose:    further steps that are models, as `step`, or `pipeline.step` where several are served.
+    machine:   machine to plan for; this one when left out.
     """
     machine = machine or this_machine()
     serve_file, pipelines = _read_all(files, config)
@@ -185,54 +172,39 @@ def assemble(
     merged = replace(serve_file.config, pipelines={**serve_file.config.pipelines, **own})
     conflicts: list[Problem] = []
     try:
-        merged = merge(merged, flags)
+        merged = merge(merged, overrides, expose)
     except PipelineError as error:
         conflicts = [*error.problems]
     plans, not_alone, more = _plans(merged, graphs, machine)
     problems += more
+    serve_file = replace(serve_file, config=merged, overridden=overrides.keys())
     problems += conflicts or [
-        *_process_problems(merged, serve_file, flags),
-        *_expose_problems(merged, serve_file, plans, not_alone),
-        *_missing_files(merged, serve_file, flags),
+        *_process_problems(serve_file),
+        *_expose_problems(serve_file, plans, not_alone),
+        *_missing_files(serve_file),
     ]
     if problems:
         raise PipelineError(problems)
     return merged, plans
 
 
-def merge(config: ServeConfig, flags: Flags) -> ServeConfig:
-    """Override a configuration by options of the command line; PipelineError for options that do not fit it."""
-    grpc, http, logs = config.grpc, config.http, config.logs
-    grpc = _override(grpc, host=flags.host, port=flags.port, socket=flags.socket, processes=flags.processes)
-    if flags.http_port is not None or http is not None:
-        http = _override(http or HttpConfig(), host=flags.host, port=flags.http_port)
-    logs = _override(logs, format=flags.log_format, requests=flags.log_requests or None)
-    merged = replace(
-        config,
-        pipelines=_exposing(config.pipelines, flags.expose),
-        grpc=grpc,
-        http=http,
-        tls=_merged_tls(config.tls, flags),
-        logs=replace(logs, level="debug") if flags.verbose else logs,
-        insecure=config.insecure or flags.insecure,
-        shared_memory=config.shared_memory or flags.shared_memory,
-    )
-    return _override(merged, tokens=flags.tokens, grace_s=flags.grace_s, otlp=flags.otlp)
-
-
-def _override(value: _Value, **changes: Any) -> _Value:
-    """Replace the fields whose new value is not None."""
-    return replace(value, **{name: new for name, new in changes.items() if new is not None})
-
-
-def _merged_tls(tls: Tls | None, flags: Flags) -> Tls | None:
-    if not (flags.tls_cert or flags.tls_key or flags.client_ca):
-        return tls
-    cert, key = flags.tls_cert or (tls and tls.certificate), flags.tls_key or (tls and tls.key)
-    if not cert or not key:
-        missing = "--tls-key" if cert else "--tls-cert"
-        raise PipelineError([_flag_problem(missing, "missing", "--tls-cert and --tls-key, each a PEM file")])
-    return Tls(cert, key, flags.client_ca or (tls.client_ca if tls else None))
+def merge(config: ServeConfig, overrides: Mapping[str, Any], expose: Sequence[str] = ()) -> ServeConfig:
+    """Override keys of a configuration; PipelineError names the options of values that do not fit."""
+    document = _plain(replace(config, pipelines=_exposing(config.pipelines, expose)))
+    for key, value in overrides.items():
+        *sections, last = key.split(".")
+        inside = document
+        for section in sections:
+            inside[section] = inside = inside[section] or {}
+        inside[last] = _plain(value)
+    if config.http is None and "http.port" not in overrides:
+        document["http"] = None  # --host alone starts no HTTP server
+    try:
+        return parse_serve_file(Document(document, {}), COMMAND_LINE, Path()).config
+    except PipelineError as error:
+        raise PipelineError(
+            replace(one, path=_flag_names().get(one.path, one.path)) for one in error.problems
+        ) from None
 
 
 def _exposing(pipelines: Mapping[str, ServedPipeline], expose: Sequence[str]) -> Mapping[str, ServedPipeline]:
@@ -345,33 +317,27 @@ def _plans(
     return plans, not_alone, problems
 
 
-def _process_problems(config: ServeConfig, serve_file: ServeFile, flags: Flags) -> Iterator[Problem]:
+def _process_problems(serve_file: ServeFile) -> Iterator[Problem]:
     """Yield conflicts between pipelines, processes, shared memory and the Unix socket."""
+    config = serve_file.config
     processes = config.grpc.processes
     if not config.pipelines:
         yield _flag_problem("", "no pipeline", fix="name a pipeline file, or a serve file with `pipelines:`")
     if config.shared_memory and processes > 1:
         found = f"regions are known to the process that a client reached, and there are {processes}"
-        expected = "grpc.processes 0 or 1 beside it"
-        if flags.shared_memory:
-            yield _flag_problem("--shared-memory", found, expected)
-        else:
-            yield serve_file.problem("shared_memory", found, expected)
+        yield serve_file.problem("shared_memory", found, "grpc.processes 0 or 1 beside it")
     if config.grpc.socket is not None and processes > 1:
         found = f"a Unix socket belongs to one process, and there are {processes}"
-        expected = "0 or 1 beside grpc.socket"
-        if flags.processes is not None:
-            yield _flag_problem("--processes", found, expected)
-        else:
-            yield serve_file.problem("grpc.processes", found, expected)
+        yield serve_file.problem("grpc.processes", found, "0 or 1 beside grpc.socket")
     if config.grpc.socket_group is not None and config.grpc.socket is None:
         fix = "set grpc.socket (--socket), or leave the group out"
         yield serve_file.problem("grpc.socket_group", "a group for a Unix socket, and there is none", fix=fix)
 
 
 def _expose_problems(
-    config: ServeConfig, serve_file: ServeFile, plans: Mapping[str, Plan], not_alone: Mapping[str, Problem]
+    serve_file: ServeFile, plans: Mapping[str, Plan], not_alone: Mapping[str, Problem]
 ) -> Iterator[Problem]:
+    config = serve_file.config
     for name, one in config.pipelines.items():
         steps = [step.name for step in plans[name].steps] if name in plans else list(one.expose)
         key = f"pipelines.{name}.expose"
@@ -387,20 +353,14 @@ def _expose_problems(
                 yield serve_file.problem(key, found, fix=why.fix)
 
 
-def _missing_files(config: ServeConfig, serve_file: ServeFile, flags: Flags) -> Iterator[Problem]:
-    tls = config.tls
-    rows: list[tuple[str, Path | None, str, Path | None]] = [("tokens", config.tokens, "--tokens", flags.tokens)]
+def _missing_files(serve_file: ServeFile) -> Iterator[Problem]:
+    tls = serve_file.config.tls
+    files = {"tokens": serve_file.config.tokens}
     if tls is not None:
-        rows += [
-            ("tls.certificate", tls.certificate, "--tls-cert", flags.tls_cert),
-            ("tls.key", tls.key, "--tls-key", flags.tls_key),
-            ("tls.client_ca", tls.client_ca, "--client-ca", flags.client_ca),
-        ]
-    for key, file, flag, override in rows:
-        if file is None or file.is_file():
-            continue
-        found = f"there is no file {file}"
-        yield serve_file.problem(key, found) if override is None else _flag_problem(flag, found)
+        files |= {"tls.certificate": tls.certificate, "tls.key": tls.key, "tls.client_ca": tls.client_ca}
+    for key, file in files.items():
+        if file is not None and not file.is_file():
+            yield serve_file.problem(key, f"there is no file {file}")
 
 
 def _flag_problem(what: str, found: str, expected: str = "", fix: str = "") -> Problem:

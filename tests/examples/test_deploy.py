@@ -11,10 +11,12 @@ import pytest
 import yaml
 
 from weftline.cli.main import command
+from weftline.cli.options import from_given
+from weftline.cli.serve import ServeFlags
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
-from weftline.engine.serving.serve_file import Flags, ServeFile, assemble, merge, parse_serve_file
+from weftline.engine.serving.serve_file import ServeFile, assemble, merge, parse_serve_file
 from weftline.pipelines.spec.document import read_document
 
 ROOT = Path(__file__).parents[2]
@@ -136,8 +138,7 @@ def test_services_and_policies_are_about_the_deployments_pods() -> None:
 def test_the_kserve_runtime_may_listen_and_is_the_one_in_use() -> None:
     runtime = manifest("kserve/servingruntime.yaml")
     parsed = options(runtime["spec"]["containers"][0]["args"])
-    flags = Flags(host=parsed["host"], port=parsed["port"], http_port=parsed["http_port"], insecure=parsed["insecure"])
-    config = merge(SAID, flags)
+    config = merge(SAID, from_given(ServeFlags, parsed)[0].keys)
     check_exposure(config)
     assert config.http is not None
     assert (config.grpc.port, config.http.port) == (9000, 8080)
@@ -156,6 +157,6 @@ def test_prometheus_reads_the_figures_with_a_token_for_them() -> None:
 
 def test_the_serve_file_among_the_examples_is_sound() -> None:
     pytest.importorskip("onnxruntime")
-    config, plans = assemble([str(ROOT / "examples/serve.yaml")], None, Flags())
+    config, plans = assemble([str(ROOT / "examples/serve.yaml")], None)
     assert list(plans) == ["classifier", "tabular", "assistant"]
     assert not config.pipelines["assistant"].load

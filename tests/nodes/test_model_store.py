@@ -27,8 +27,8 @@ import pytest
 import weftline
 from tests.engine.llm import tiny
 from tests.nodes import random_models
+from weftline.cli.fetch import FetchOptions, fetch_file
 from weftline.cli.fetch import fetch as fetch_command
-from weftline.cli.fetch import fetch_file
 from weftline.errors import ModelError
 from weftline.nodes import model_download
 from weftline.nodes.classify import Classify
@@ -559,10 +559,10 @@ def test_interrupted_downloads_and_lock_files_are_removed_by_the_command(tmp_pat
         "steps: {same: {node: echo, inputs: {value: words}}}\n"
     )
     with model_download._locked(cache / "new-running"):
-        fetch_command([str(tmp_path / "p.yaml")])
+        fetch_command(FetchOptions(files=(str(tmp_path / "p.yaml"),)))
         kept = {model.folder.name, "new-recent", "new-running", "new-running.lock"}
         assert {one.name for one in cache.iterdir()} == kept
-    fetch_command([str(tmp_path / "p.yaml")])
+    fetch_command(FetchOptions(files=(str(tmp_path / "p.yaml"),)))
     assert {one.name for one in cache.iterdir()} == {model.folder.name, "new-recent"}
     assert model.missing() == []
 

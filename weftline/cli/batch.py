@@ -1,4 +1,4 @@
-"""Implementation of `weftline batch`: runner, signals, summary, report.
+"""Command `weftline batch`: runner, signals, summary, report.
 
 Standard output has the path of the results, or the statistics as JSON. Progress, summary and errors go to standard
 error.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,9 @@ from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
+from weftline.cli.batch_options import BatchOptions, Via
 from weftline.cli.exit import EXIT_INTERRUPTED
+from weftline.cli.options import Cluster
 from weftline.cli.progress import loading_shown
 from weftline.cli.show import printable
 from weftline.engine.jobs.progress import JobResult, Progress, StepTally
@@ -36,39 +38,57 @@ ERROR_ROWS = StepError.exit_code
 """Exit code of a job that finished with error rows."""
 
 
-def run_batch(request: BatchRequest, out: TextIO, err: TextIO) -> int:
+def batch(options: BatchOptions) -> int:
+    """Run a pipeline over a data set. The same command again resumes an interrupted run.
+
+    Results are committed in parts, every row exactly once. Rows that fail are stored apart, with the reason. Ctrl-C
+    stops the job after committing complete parts; a second Ctrl-C stops it at once. Standard output is the path of the
+    results. The exit code is 0 when every row has a result, and 5 when the job finished with error rows.
+
+    \b
+    Examples:
+      weftline batch assistant.yaml --data questions.jsonl --out answers --dry-run
+      weftline batch assistant.yaml --data 'rows/*.parquet' --map question=text --id key --out answers.parquet
+      weftline batch detect.yaml --data photos/ --out found --errors-max 1% --keep none
+      weftline batch assistant.yaml --data s3://bucket/rows/ --shard 2/8 --out s3://bucket/answers-2
+      weftline batch assistant.yaml --data questions.jsonl --out answers --via localhost:8001
+    """
+    return run_batch(options, sys.stdout, sys.stderr)
+
+
+def run_batch(options: BatchOptions, out: TextIO, err: TextIO) -> int:
     """Run the job and return its exit code: 0, ERROR_ROWS, or EXIT_INTERRUPTED after a signal."""
-    if request.dry_run:
-        return _show_preview(request, out, err)
+    if options.dry_run:
+        return _show_preview(options, out, err)
     from weftline.engine.jobs.job import run_job
 
-    with _Output(err, request.quiet) as display, Interrupts(display.note) as interrupts:
+    with _Output(err, options.quiet) as display, Interrupts(display.note) as interrupts:
         try:
-            factory = _shown(runner_factory(request), err, request.quiet, interrupts)
-            end = run_job(request.spec, factory, display.progress, interrupts.asked, display.note)
+            factory = _shown(runner_factory(options), err, options.quiet, interrupts)
+            end = run_job(options.job, factory, display.progress, interrupts.asked, display.note)
         except TooManyErrors as error:
             display.close()
-            _report_end(error.end, request, out, err)
+            _report_end(error.end, options, out, err)
             raise
         except KeyboardInterrupt:
             display.close()
-            _print(f"interrupted; {resume_hint(request.spec)}", err)
+            _print(f"interrupted; {resume_hint(options.job)}", err)
             return EXIT_INTERRUPTED
         display.close()
-    _report_end(end, request, out, err)
+    _report_end(end, options, out, err)
     if not end.finished:
-        if request.quiet or has_resume_notes(request.spec):
-            _print(f"interrupted; {resume_hint(request.spec)}", err)
+        if options.quiet or has_resume_notes(options.job):
+            _print(f"interrupted; {resume_hint(options.job)}", err)
         return EXIT_INTERRUPTED
     return ERROR_ROWS if end.errors else 0
 
 
-def _show_preview(request: BatchRequest, out: TextIO, err: TextIO) -> int:
+def _show_preview(options: BatchOptions, out: TextIO, err: TextIO) -> int:
     from weftline.cli.batch_preview import as_text
     from weftline.engine.jobs.prepare import preview
 
-    shown = preview(request.spec, _shown(runner_factory(request), err, request.quiet))
-    print(printable(as_text(shown, request.spec)), end="", file=out, flush=True)
+    shown = preview(options.job, _shown(runner_factory(options), err, options.quiet))
+    print(printable(as_text(shown, options.job)), end="", file=out, flush=True)
     return 0
 
 
@@ -88,15 +108,15 @@ def _shown(factory: RunnerFactory, err: TextIO, quiet: bool, interrupts: Interru
     return replace(factory, open=opened)
 
 
-def _report_end(end: JobResult, request: BatchRequest, out: TextIO, err: TextIO) -> None:
+def _report_end(end: JobResult, options: BatchOptions, out: TextIO, err: TextIO) -> None:
     """Write the report, and print summary and result."""
-    if request.report is not None:
-        end = write_report(end, request.report, request.spec.out.storage, lambda text: _print(text, err))
-    if not request.quiet:
+    if (report := options.report_place) is not None:
+        end = write_report(end, report, options.job.out.storage, lambda text: _print(text, err))
+    if not options.quiet:
         from weftline.engine.jobs.report.summary import summary
 
         _print(summary(end).rstrip("\n"), err)
-    if request.as_json:
+    if options.as_json:
         print(json.dumps(as_json(end), ensure_ascii=False), file=out, flush=True)
     elif end.finished:
         print(end.files.get("results", end.out), file=out, flush=True)
@@ -136,14 +156,14 @@ def _print(text: str, err: TextIO) -> None:
         print(printable(text), file=err, flush=True)
 
 
-def runner_factory(request: BatchRequest) -> RunnerFactory:
+def runner_factory(options: BatchOptions) -> RunnerFactory:
     """Choose the runner of a request; PipelineError lists all problems. Starts no process."""
-    spec = request.spec
+    spec = options.job
     _check_outputs(spec)
-    if isinstance(request.where, ServerTarget):
-        return _on_server(spec, request.where)
-    if request.where is not None:
-        return _on_ray(spec, request.where)
+    if options.server.url:
+        return _on_server(spec, options.server)
+    if options.cluster.engine == "ray":
+        return _on_ray(spec, options.cluster)
     return local_runner_factory(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
 
 
@@ -157,24 +177,24 @@ def _check_outputs(spec: JobSpec) -> None:
             )
 
 
-def _on_server(spec: JobSpec, target: ServerTarget) -> RunnerFactory:
+def _on_server(spec: JobSpec, server: Via) -> RunnerFactory:
     from weftline.engine.jobs.runners.server_runner import server_runner_factory
 
-    token, tls = target.remote.credentials()
+    token, tls = server.credentials()
     return server_runner_factory(
         spec.pipeline,
-        target.remote.url,
-        model=target.model or "",
+        server.url,
+        model=server.model or "",
         token=token,
         tls=tls,
-        insecure=target.remote.insecure,
+        insecure=server.insecure,
         outputs=spec.out.outputs,
         seed=spec.seed,
         block_rows=spec.block_rows,
     )
 
 
-def _on_ray(spec: JobSpec, ray: RayTarget) -> RunnerFactory:
+def _on_ray(spec: JobSpec, ray: Cluster) -> RunnerFactory:
     """Return replicas planned on the cluster, as this machine may lack their resources.
 
     A job can resume on a cluster after a local run, and vice versa.
@@ -187,8 +207,8 @@ def _on_ray(spec: JobSpec, ray: RayTarget) -> RunnerFactory:
         outputs=spec.out.outputs,
         seed=spec.seed,
         block_rows=spec.block_rows,
-        replicas=ray.replicas,
-        need=Need(gpus=ray.gpus_per_replica),
+        replicas=ray.replicas or 1,
+        need=Need(gpus=ray.gpus_per_replica or 0.0),
         address=ray.address,
     )
 
@@ -305,7 +325,7 @@ class Interrupts:
         self._under_way = True
 
     def asked(self) -> bool:
-        """Return True after a stop request."""
+        """Return True after a stop options."""
         if self._signals and not self._noted:
             self._noted = True
             self._note(ASKED)

@@ -43,49 +43,66 @@ ROWS_MAX, ROWS_BYTES_MAX = 1000, 512 << 20
 """Most rows of a data file that are used, and most bytes of their decoded arrays."""
 
 
-def bench(
-    file: PipelineFile,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """Options of `weftline bench`."""
+
+    file: PipelineFile
     inputs: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             "--input",
             "-i",
             metavar="NAME=VALUE",
             help="One input of every request, as for run; the others are generated.",
         ),
-    ] = None,
+    ] = ()
     data: Annotated[
         Path | None,
         typer.Option(
             metavar="ROWS", help="JSONL file, one request's inputs by name in each line; lines are used in turn."
         ),
-    ] = None,
-    outputs: Outputs = None,
+    ] = None
+    outputs: Outputs = ()
     closed: Annotated[
         int | None,
         typer.Option(min=1, max=1024, help="Number of callers that each wait for their answer; 8 by default."),
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open load instead of callers: arrivals a second.")
-    ] = None,
-    bursty: Annotated[bool, typer.Option("--bursty", help="With --rate: bursts of four times the rate.")] = False,
-    duration_s: Annotated[float, typer.Option(min=0.1, max=86_400.0, help="Measured time, in seconds.")] = 10.0,
-    warm_up_s: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Warm-up before it, in seconds.")] = 1.0,
-    requests: Annotated[
-        int | None, typer.Option(min=1, max=200_000, help="Largest number of measured requests; 200,000 by default.")
-    ] = None,
-    deadline_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Deadline of every request, in milliseconds.")
-    ] = None,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority of every request.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrival times and of generated inputs.")] = 0,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
+    ] = None
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Open load instead of callers: arrivals a second.")] = (
+        None
+    )
+    bursty: Annotated[bool, typer.Option(help="With --rate: bursts of four times the rate.")] = False
+    duration_s: Annotated[float, typer.Option(min=0.1, max=86_400.0, help="Measured time, in seconds.")] = 10.0
+    warm_up_s: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Warm-up before it, in seconds.")] = 1.0
+    requests: Annotated[int, typer.Option(min=1, max=REQUESTS_MAX, help="Largest number of measured requests.")] = (
+        REQUESTS_MAX
+    )
+    deadline_ms: Annotated[float | None, typer.Option(min=0.0, help="Deadline of every request, in milliseconds.")] = (
+        None
+    )
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority of every request.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrival times and of generated inputs.")] = 0
+    trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")] = (
+        None
+    )
+    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield options that exclude each other, or need another."""
+        if self.closed is not None and self.rate is not None:
+            yield "--closed and --rate exclude each other: callers wait for answers, arrivals do not"
+        if self.bursty and self.rate is None:
+            yield "--bursty needs --rate, the mean rate of arrivals"
+
+    @property
+    def load(self) -> Closed | Open:
+        """Load of the pipeline."""
+        return Closed(self.closed or 8) if self.rate is None else Open(self.rate, self.bursty, self.seed)
+
+
+def bench(options: BenchOptions) -> None:
     """Send requests to a pipeline and report latency, steps, batches and critical paths.
 
     \b
@@ -94,47 +111,7 @@ def bench(
       weftline bench pipeline.yaml --rate 200 --bursty --deadline-ms 50 --trace out.json
       weftline bench pipeline.yaml --data rows.jsonl --input photo=@photo.png --requests 500
     """
-    if closed is not None and rate is not None:
-        raise typer.BadParameter("--closed and --rate exclude each other: callers wait for answers, arrivals do not")
-    if bursty and rate is None:
-        raise typer.BadParameter("--bursty needs --rate, the mean rate of arrivals")
-    options = BenchOptions(
-        file,
-        Closed(closed or 8) if rate is None else Open(rate, bursty, seed),
-        tuple(inputs or ()),
-        data,
-        tuple(outputs or ()) or None,
-        duration_s,
-        warm_up_s,
-        requests or 200_000,
-        deadline_ms,
-        priority,
-        seed,
-        trace,
-        json,
-        quiet,
-    )
     run_bench(options, sys.stdout, sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """Options of `weftline bench`."""
-
-    file: str
-    load: Closed | Open
-    inputs: tuple[str, ...] = ()
-    data: Path | None = None
-    outputs: tuple[str, ...] | None = None
-    duration_s: float = 10.0
-    warm_up_s: float = 1.0
-    requests_max: int = REQUESTS_MAX
-    deadline_ms: float | None = None
-    priority: int = 0
-    seed: int = 0
-    trace: Path | None = None
-    json: Path | None = None
-    quiet: bool = False
 
 
 def run_bench(options: BenchOptions, out: TextIO, err: TextIO) -> None:
@@ -158,10 +135,10 @@ def run_bench(options: BenchOptions, out: TextIO, err: TextIO) -> None:
                 options.load,
                 duration_s=options.duration_s,
                 warm_up_s=options.warm_up_s,
-                requests_max=options.requests_max,
+                requests_max=options.requests,
                 deadline_ms=options.deadline_ms,
                 priority=options.priority,
-                outputs=options.outputs,
+                outputs=options.outputs or None,
                 progress=measured,
             )
         except InputError as error:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -69,26 +70,31 @@ Ask = Callable[..., AbstractContextManager[OutputStream]]
 """`Session.stream`, or a fake."""
 
 
-def chat(
-    file: PipelineFile,
-    step: Annotated[str, typer.Option(metavar="NAME", help="Name of the llm step, when there are several.")] = "",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Options of `weftline chat`."""
+
+    file: PipelineFile
+    step: Annotated[str, typer.Option(metavar="NAME", help="Name of the llm step, when there are several.")] = ""
     once: Annotated[
         str | None,
         typer.Option(metavar="QUESTION", help="Answer this question and exit, without reading standard input."),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message, instead of the step's own.")
-    ] = None,
+    ] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, instead of the step's own.")] = (
+        None
+    )
     sampling: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             "--set", metavar="KEY=VALUE", help="Change a sampling option, such as temperature=0.7; repeatable."
         ),
-    ] = None,
-    load: Annotated[Path | None, typer.Option(metavar="SAVED", help="Continue a saved conversation.")] = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
+    ] = ()
+    load: Annotated[Path | None, typer.Option(metavar="SAVED", help="Continue a saved conversation.")] = None
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+
+def chat(options: ChatOptions) -> int:
     """Chat with the llm step of a pipeline, without its other steps. Answers stream.
 
     Type /help for commands. Through a pipe, each line is a question.
@@ -100,25 +106,25 @@ def chat(
       weftline chat assistant.yaml --once "What can you do?"
       weftline chat assistant.yaml < questions.txt > answers.txt
     """
-    opened = chat_step(load_file(file), step)
-    conversation = Conversation.load(load) if load else Conversation(opened.system)
-    if system is not None:
-        conversation.set_system(system)
+    opened = chat_step(load_file(options.file), options.step)
+    conversation = Conversation.load(options.load) if options.load else Conversation(opened.system)
+    if options.system is not None:
+        conversation.set_system(options.system)
     changes: dict[str, Any] = {}
-    for one in sampling or ():
+    for one in options.sampling:
         if "=" not in one:
             raise InputError(f"--set {one:.80}: expected KEY=VALUE, such as --set temperature=0.7")
         changes = changed(changes, one)
         opened.sampled(changes)
     pipeline = load_pipeline(opened.pipeline)
-    with loading_shown(sys.stderr, quiet) as progress:
+    with loading_shown(sys.stderr, options.quiet) as progress:
         session = pipeline.open(progress)
     with session:
         talk = Chat(opened, conversation, changes, session.stream, Terminal(sys.stdin, sys.stdout, sys.stderr))
-        if once is not None:
-            talk.ask(once)
-        elif code := talk.run():
-            raise typer.Exit(code)
+        if options.once is None:
+            return talk.run()
+        talk.ask(options.once)
+        return 0
 
 
 class Terminal(Completer):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from weftline.cli.options import Gpus, NoImport
+from weftline.cli.options import Gpus, NoImport, PipelineFiles
 from weftline.cli.plan import counted, machine_of
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.user_code import without_imports
@@ -20,14 +22,22 @@ from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
 
 
-def check(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="One or more pipeline files.")],
-    file_only: Annotated[
-        bool, typer.Option("--file-only", help="Do not check whether the pipeline fits this machine.")
-    ] = False,
-    gpus: Gpus = None,
-    no_import: NoImport = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """Options of `weftline check`."""
+
+    files: PipelineFiles
+    file_only: Annotated[bool, typer.Option(help="Do not check whether the pipeline fits this machine.")] = False
+    gpus: Gpus = None
+    no_import: NoImport = False
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield options that exclude each other."""
+        if self.file_only and self.gpus is not None:
+            yield "--file-only and --gpus exclude each other"
+
+
+def check(options: CheckOptions) -> int:
     """List every problem of pipeline files; nothing is started and no framework is imported.
 
     Python files with nodes of the pipeline's own are imported, which runs them: check a stranger's pipeline with
@@ -40,18 +50,15 @@ def check(
       weftline check --gpus 2:141GiB pipeline.yaml
       weftline check --no-import downloaded.yaml
     """
-    if file_only and gpus is not None:
-        raise typer.BadParameter("--file-only and --gpus exclude each other")
     failed = 0
-    for file in files:
+    for file in options.files:
         try:
-            with without_imports() if no_import else nullcontext():
-                typer.echo(check_file(file, file_only=file_only, gpus=gpus))
+            with without_imports() if options.no_import else nullcontext():
+                typer.echo(check_file(file, file_only=options.file_only, gpus=options.gpus))
         except PipelineError as error:
             typer.echo(str(error), err=True)
             failed += 1
-    if failed:
-        raise typer.Exit(PipelineError.exit_code)
+    return PipelineError.exit_code if failed else 0
 
 
 def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
 
+from weftline.cli.options import PipelineFiles
+from weftline.engine.flags import Flag, pairs
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError, model_error
 from weftline.nodes.model_download import fetch as fetch_model
@@ -14,16 +18,20 @@ from weftline.nodes.model_store import LOCK, add_pin, read_lock, urls_of
 from weftline.pipelines.spec.loader import load_file
 
 
-def fetch(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="One or more pipeline files.")],
-    update: Annotated[
-        bool, typer.Option("--update", help="Pin what the stores have now, instead of what is pinned.")
-    ] = False,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """Options of `weftline fetch`."""
+
+    files: PipelineFiles
+    update: Annotated[bool, typer.Option(help="Pin what the stores have now, instead of what is pinned.")] = False
     storage: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="fsspec option of the file system behind the URLs; repeatable."),
-    ] = None,
-) -> None:
+        Mapping[str, str],
+        Flag("--storage", "KEY=VALUE", parse=pairs("KEY=VALUE")),
+    ] = field(default_factory=dict, repr=False)
+    """fsspec option of the file system behind the URLs; repeatable."""
+
+
+def fetch(options: FetchOptions) -> None:
     """Download the models that pipeline files name by URL, and pin their files in models.lock.json beside them.
 
     A model that is pinned already is completed and compared with its pin. Other models need no fetching.
@@ -34,20 +42,12 @@ def fetch(
       weftline fetch --update pipeline.yaml
       weftline fetch --storage endpoint_url=https://minio.local pipeline.yaml
     """
-    for file in files:
-        fetch_file(file, update, read_storage(storage or ()))
+    for file in options.files:
+        fetch_file(file, options.update, options.storage)
     remove_abandoned()
 
 
-def read_storage(pairs: list[str] | tuple[()]) -> dict[str, str]:
-    """Return KEY=VALUE pairs as options for fsspec."""
-    wrong = next((pair for pair in pairs if not pair.partition("=")[2]), None)
-    if wrong is not None:
-        raise typer.BadParameter(f"--storage {wrong}: expected KEY=VALUE")
-    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def fetch_file(file: str, update: bool, storage: dict[str, str]) -> None:
+def fetch_file(file: str, update: bool, storage: Mapping[str, str]) -> None:
     """Fetch the models of one pipeline file; each is pinned as soon as it is complete."""
     pipeline = load_file(file)
     steps = [(step.name, url) for step in pipeline.steps for url in urls_of(step.options)]

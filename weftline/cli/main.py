@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from weftline.cli.exit import exit_codes, open_closed_streams, run_command
-from weftline.cli.options import Verbose
+from weftline.cli.options import Verbose, as_command, takes_extra
 
 COMMANDS = {
     "check": ("weftline.cli.check:check", "List every problem of pipeline files."),
@@ -29,7 +29,7 @@ COMMANDS = {
     "nodes": ("weftline.cli.nodes:nodes", "List nodes, or show one."),
     "schema": ("weftline.cli.schema:schema", "Print the JSON Schema of pipeline files."),
     "profile": ("weftline.cli.profile:profile", "Measure the time and memory of each step, for later plans."),
-    "batch": ("weftline.cli.batch_commands:batch", "Run a pipeline over a data set."),
+    "batch": ("weftline.cli.batch:batch", "Run a pipeline over a data set."),
     "serve": ("weftline.cli.serve:serve", "Serve pipelines over gRPC and HTTP."),
     "token": ("weftline.cli.serve:token", "Create a token for a client of a server."),
     "status": ("weftline.cli.remote:status", "Show the models of a running server."),
@@ -38,17 +38,15 @@ COMMANDS = {
 }
 """Function and one-line help of each command, in the order of `--help`."""
 
-EXTRA_ARGUMENTS = {"batch", "run"}
-"""Commands that report unknown arguments themselves."""
-
 
 def command(name: str) -> Any:
     """Import a command and return it with its options, as a click command."""
     home, about = COMMANDS[name]
-    module, _, function = home.partition(":")
+    module, _, name_there = home.partition(":")
+    run = getattr(import_module(module), name_there)
     alone = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    settings = {"allow_extra_args": True} if name in EXTRA_ARGUMENTS else {}
-    alone.command(name, short_help=about, context_settings=settings)(getattr(import_module(module), function))
+    settings = {"allow_extra_args": takes_extra(run)}
+    alone.command(name, short_help=about, context_settings=settings)(as_command(run))
     return typer.main.get_command(alone)
 
 

@@ -22,10 +22,15 @@ from weftline.pipelines.render.field_docs import field_docs, summary
 TEXT_COLUMNS = 100
 
 
-def nodes(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Show the ports and options of this node.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print json.")] = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesOptions:
+    """Options of `weftline nodes`."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Show the ports and options of this node.")] = ""
+    as_json: Annotated[bool, typer.Option("--json", help="Print json.")] = False
+
+
+def nodes(options: NodesOptions) -> None:
     """List the nodes that steps can run, or show one with its ports and options.
 
     \b
@@ -34,7 +39,7 @@ def nodes(
       weftline nodes onnx
       weftline nodes my_nodes.py:Crop --json
     """
-    typer.echo(describe_node(name, as_json) if name else list_nodes(as_json))
+    typer.echo(describe_node(options.name, options.as_json) if options.name else list_nodes(options.as_json))
 
 
 @dataclass(frozen=True, slots=True)

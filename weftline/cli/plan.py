@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -18,15 +20,25 @@ from weftline.pipelines.placement.profile_file import profile_beside
 from weftline.pipelines.spec.loader import load_file
 
 
-def plan(
-    file: PipelineFile,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
-    svg: Annotated[bool, typer.Option("--svg", help="Print an SVG picture.")] = False,
-    output: OutputFile = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this number of cores.")] = None,
-    gpus: Gpus = None,
-    no_import: NoImport = False,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `weftline plan`."""
+
+    file: PipelineFile
+    mermaid: Annotated[bool, typer.Option(help="Print a Mermaid flowchart.")] = False
+    svg: Annotated[bool, typer.Option(help="Print an SVG picture.")] = False
+    output: OutputFile = None
+    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this number of cores.")] = None
+    gpus: Gpus = None
+    no_import: NoImport = False
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield options that exclude each other."""
+        if self.mermaid and self.svg:
+            yield "--mermaid and --svg exclude each other"
+
+
+def plan(options: PlanOptions) -> None:
     """Show what would run: steps in order with their types, workers, threads and memory.
 
     Python files with nodes of the pipeline's own are imported, which runs them: plan a stranger's pipeline with
@@ -38,11 +50,10 @@ def plan(
       weftline plan pipeline.yaml --svg --output pipeline.svg
       weftline plan pipeline.yaml --gpus 2:141GiB
     """
-    if mermaid and svg:
-        raise typer.BadParameter("--mermaid and --svg exclude each other")
-    with without_imports() if no_import else nullcontext():
-        text = explained(file, "mermaid" if mermaid else "svg" if svg else "text", cores, gpus)
-    write_text(text, output)
+    form = "mermaid" if options.mermaid else "svg" if options.svg else "text"
+    with without_imports() if options.no_import else nullcontext():
+        text = explained(options.file, form, options.cores, options.gpus)
+    write_text(text, options.output)
 
 
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:

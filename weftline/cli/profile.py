@@ -47,21 +47,24 @@ CALLS_MIN = 3
 COLUMNS = "{:<20} {:<14} {:>6} {:>11} {:>20} {:>11} {:>11} {:>11}"
 
 
-def profile(
-    file: PipelineFile,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Options of `weftline profile`."""
+
+    file: PipelineFile
     steps: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--steps", metavar="NAME", help="Measure only this step; repeatable. Other steps keep their figures."
-        ),
-    ] = None,
+        tuple[str, ...],
+        typer.Option(metavar="NAME", help="Measure only this step; repeatable. Other steps keep their figures."),
+    ] = ()
     out: Annotated[
         Path | None, typer.Option(metavar="OUT", help="Write here instead of NAME.profile.json beside the pipeline.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Time to measure each step, in seconds.")] = 5.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated inputs.")] = 0,
-    verbose: Verbose = False,
-) -> None:
+    ] = None
+    seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Time to measure each step, in seconds.")] = 5.0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated inputs.")] = 0
+    verbose: Verbose = False
+
+
+def profile(options: ProfileOptions) -> None:
     """Open each step alone, call it with 1, 2, 4 and up to items_max generated inputs, and write time and memory.
 
     Later plans read the file, so a pipeline need not state memory that was measured. Measure on a machine and a GPU
@@ -72,18 +75,7 @@ def profile(
       weftline profile assistant.yaml
       weftline profile assistant.yaml --steps see --seconds 20
     """
-    run_profile(ProfileOptions(file, tuple(steps or ()), out, seconds, seed), sys.stdout, sys.stderr)
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """Options of `weftline profile`. steps: () for all; out: None for beside the pipeline."""
-
-    file: str
-    steps: tuple[str, ...] = ()
-    out: Path | None = None
-    seconds: float = 5.0
-    seed: int = 0
+    run_profile(options, sys.stdout, sys.stderr)
 
 
 def run_profile(options: ProfileOptions, out: TextIO, err: TextIO) -> None:

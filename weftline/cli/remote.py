@@ -23,21 +23,6 @@ if TYPE_CHECKING:
     from weftline.engine.client.options import ClientTls
     from weftline.engine.serving.model_info import ModelState
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]
-Url = Annotated[str, typer.Option(metavar="ADDRESS", help="gRPC address of the server, or unix:PATH.")]
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="File that contains the token and nothing else.")
-]
-Tls = Annotated[bool, typer.Option("--tls", help="Connect with TLS and this machine's certificate authorities.")]
-Ca = Annotated[Path | None, typer.Option(metavar="PEM", help="Connect with TLS and this certificate authority.")]
-Cert = Annotated[
-    Path | None, typer.Option("--tls-cert", metavar="PEM", help="Client certificate, for servers that require one.")
-]
-Key = Annotated[Path | None, typer.Option("--tls-key", metavar="PEM", help="Private key of the client certificate.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Send the token to another machine without TLS.")]
-
-DEFAULT_URL = "localhost:8001"
-
 WATCH_S = 2.0
 """Interval of a watched status, in seconds."""
 
@@ -48,76 +33,6 @@ TOKEN_BYTES_MAX = 4096
 CLEAR = "\x1b[H\x1b[2J"
 
 
-def status(
-    url: Url = DEFAULT_URL,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one json object.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat every two seconds, until Ctrl-C.")] = False,
-    token_file: TokenFile = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    tls_cert: Cert = None,
-    tls_key: Key = None,
-    insecure: Insecure = False,
-) -> None:
-    """Show whether a running server is ready, and its models with mean times of answered requests.
-
-    The exit code is 0 when everything is ready, and 6 when something is not ready or no server answers.
-
-    \b
-    Examples:
-      weftline status
-      weftline status --url models.example.org:8001 --ca ca.pem --token-file token --json
-    """
-    remote = _remote(url, token_file, tls, ca, tls_cert, tls_key, insecure)
-    if code := show_status(remote, sys.stdout, as_json=as_json, watch=watch):
-        raise typer.Exit(code)
-
-
-def load(
-    name: Name,
-    url: Url = DEFAULT_URL,
-    token_file: TokenFile = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    tls_cert: Cert = None,
-    tls_key: Key = None,
-    insecure: Insecure = False,
-) -> None:
-    """Load a pipeline of the server's configuration, or reload its file; no request is lost.
-
-    \b
-    Examples:
-      weftline load assistant
-      weftline load assistant --token-file admin-token
-    """
-    load_model(_remote(url, token_file, tls, ca, tls_cert, tls_key, insecure), name, sys.stdout)
-
-
-def unload(
-    name: Name,
-    url: Url = DEFAULT_URL,
-    token_file: TokenFile = None,
-    tls: Tls = False,
-    ca: Ca = None,
-    tls_cert: Cert = None,
-    tls_key: Key = None,
-    insecure: Insecure = False,
-) -> None:
-    """Unload a pipeline when its open requests have finished; `load` loads it again.
-
-    \b
-    Examples:
-      weftline unload assistant
-    """
-    unload_model(_remote(url, token_file, tls, ca, tls_cert, tls_key, insecure), name, sys.stdout)
-
-
-def _remote(
-    url: str, token_file: Path | None, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, insecure: bool
-) -> Remote:
-    return Remote(url, token_file, tls, ca, cert, key, insecure)
-
-
 @dataclass(frozen=True, slots=True)
 class Remote:
     """Address and credentials of a server.
@@ -125,13 +40,21 @@ class Remote:
     token_file: file with the token alone; command lines are visible to other users of the machine.
     """
 
-    url: str
-    token_file: Path | None = None
-    tls: bool = False
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-    insecure: bool = False
+    url: Annotated[str, typer.Option(metavar="ADDRESS", help="gRPC address of the server, or unix:PATH.")] = (
+        "localhost:8001"
+    )
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File that contains the token and nothing else.")
+    ] = None
+    tls: Annotated[bool, typer.Option(help="Connect with TLS and this machine's certificate authorities.")] = False
+    ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Connect with TLS and this certificate authority.")] = (
+        None
+    )
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Client certificate, for servers that require one.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Private key of the client certificate.")] = None
+    insecure: Annotated[bool, typer.Option(help="Send the token to another machine without TLS.")] = False
 
     def open(self) -> Client:
         """Return a client; InputError for options that exclude each other."""
@@ -144,9 +67,60 @@ class Remote:
         """Return the token from its file, and the TLS options."""
         from weftline.engine.client.options import ClientTls
 
-        wanted = self.tls or any((self.ca, self.certificate, self.key))
-        tls = ClientTls(self.ca, self.certificate, self.key) if wanted else False
+        wanted = self.tls or any((self.ca, self.tls_cert, self.tls_key))
+        tls = ClientTls(self.ca, self.tls_cert, self.tls_key) if wanted else False
         return _read_token(self.token_file) if self.token_file is not None else None, tls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusOptions:
+    """Options of `weftline status`."""
+
+    server: Remote
+    as_json: Annotated[bool, typer.Option("--json", help="Print one json object.")] = False
+    watch: Annotated[bool, typer.Option(help="Repeat every two seconds, until Ctrl-C.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options of `weftline load` and `unload`."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]
+    server: Remote
+
+
+def status(options: StatusOptions) -> int:
+    """Show whether a running server is ready, and its models with mean times of answered requests.
+
+    The exit code is 0 when everything is ready, and 6 when something is not ready or no server answers.
+
+    \b
+    Examples:
+      weftline status
+      weftline status --url models.example.org:8001 --ca ca.pem --token-file token --json
+    """
+    return show_status(options.server, sys.stdout, as_json=options.as_json, watch=options.watch)
+
+
+def load(options: ModelOptions) -> None:
+    """Load a pipeline of the server's configuration, or reload its file; no request is lost.
+
+    \b
+    Examples:
+      weftline load assistant
+      weftline load assistant --token-file admin-token
+    """
+    load_model(options.server, options.name, sys.stdout)
+
+
+def unload(options: ModelOptions) -> None:
+    """Unload a pipeline when its open requests have finished; `load` loads it again.
+
+    \b
+    Examples:
+      weftline unload assistant
+    """
+    unload_model(options.server, options.name, sys.stdout)
 
 
 def show_status(

@@ -1,10 +1,10 @@
-"""Command `weftline run`: one request."""
+"""Command `weftline run`: one options."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -12,7 +12,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from weftline.cli.inputs import STDIN, read_inputs
-from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose
+from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose, unexpected
 from weftline.cli.progress import loading_shown
 from weftline.cli.save import element_name, make_folder, save_outputs
 from weftline.cli.show import as_json, as_text, printable
@@ -25,11 +25,14 @@ from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 
 
-def run(
-    context: typer.Context,
-    file: PipelineFile,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of `weftline run`. extra: arguments beyond FILE."""
+
+    file: PipelineFile
+    extra: tuple[str, ...] = ()
     inputs: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             "--input",
             "-i",
@@ -37,19 +40,19 @@ def run(
             help="One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read "
             "as json where the input is json or a tensor. Double the leading @ of a text: @@.",
         ),
-    ] = None,
-    outputs: Outputs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one json object, outputs by name.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print outputs in chunks, as they arrive.")] = False,
+    ] = ()
+    outputs: Outputs = ()
+    as_json: Annotated[bool, typer.Option("--json", help="Print one json object, outputs by name.")] = False
+    stream: Annotated[bool, typer.Option(help="Print outputs in chunks, as they arrive.")] = False
     deadline_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Fail when the answer takes longer, in milliseconds.")
-    ] = None,
+    ] = None
     save: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", help="Write pictures, sound, tensors and bytes to this folder, detections as pictures."
         ),
-    ] = None,
+    ] = None
     debug: Annotated[
         str,
         typer.Option(
@@ -57,10 +60,23 @@ def run(
             help="Run this step in the command's own process, without time limits, so that breakpoint() in its code "
             "uses this terminal.",
         ),
-    ] = "",
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
+    ] = ""
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield unexpected arguments, and options that exclude each other."""
+        yield from unexpected(self.extra, "pass inputs with -i: -i NAME=VALUE")
+        if self.as_json and self.stream:
+            yield "--json and --stream exclude each other: --json prints one object at the end"
+
+    @property
+    def request(self) -> RequestOptions:
+        """Options of the options."""
+        return RequestOptions(outputs=self.outputs or None, deadline_ms=self.deadline_ms)
+
+
+def run(options: RunOptions) -> None:
     """Load a pipeline's models, run one request, and close everything.
 
     Outputs go to standard output, progress and the table of times to standard error.
@@ -72,59 +88,30 @@ def run(
       cat photo.png | weftline run detect.yaml -i photo=@- --save out
       weftline run classify.yaml -i text="call me" --debug verdict
     """
-    if context.args:
-        words = " ".join(context.args[:3]) + (" ..." if len(context.args) > 3 else "")
-        raise typer.BadParameter(f"{words}: one pipeline FILE is expected; pass inputs with -i: -i NAME=VALUE")
-    if as_json and stream:
-        raise typer.BadParameter("--json and --stream exclude each other: --json prints one object at the end")
-    wanted = tuple(outputs or ()) or None
-    request = Request(file, tuple(inputs or ()), wanted, as_json, stream, deadline_ms, save, quiet, debug)
-    run_request(request, sys.stdout, sys.stderr)
+    run_request(options, sys.stdout, sys.stderr)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Options of `weftline run`.
-
-    outputs:     outputs to compute; None: all.
-    deadline_ms: from submission to the result, without loading; None: the pipeline's own.
-    save:        folder for pictures and other files; None: nothing is written.
-    quiet:       no progress and no table of times.
-    debug:       step that runs in this process, for a debugger; '' for none.
-    """
-
-    file: str
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] | None = None
-    as_json: bool = False
-    stream: bool = False
-    deadline_ms: float | None = None
-    save: Path | None = None
-    quiet: bool = False
-    debug: str = ""
-
-
-def run_request(request: Request, out: TextIO, err: TextIO) -> None:
+def run_request(options: RunOptions, out: TextIO, err: TextIO) -> None:
     """Print the outputs on `out`; progress, the names of saved files and the table of times go to `err`.
 
     Mistakes that need no model are refused before one is loaded. All processes have ended when this returns or raises.
     """
-    pipeline = load(request.file)
-    check_outputs(pipeline.plan, request.outputs)
-    if request.debug:
-        pipeline = pipeline.to_debug(request.debug)
-        if any(one.partition("=")[2] == STDIN for one in request.inputs):
+    pipeline = load(options.file)
+    check_outputs(pipeline.plan, options.outputs)
+    if options.debug:
+        pipeline = pipeline.to_debug(options.debug)
+        if any(one.partition("=")[2] == STDIN for one in options.inputs):
             raise InputError("--debug: the debugger uses standard input; read the input from a file, NAME=@FILE")
-    inputs = read_inputs(pipeline.plan, request.inputs, sys.stdin.buffer)
-    if request.save is not None:
-        make_folder(request.save)
-    with loading_shown(err, request.quiet, plain=bool(request.debug)) as progress:
+    inputs = read_inputs(pipeline.plan, options.inputs, sys.stdin.buffer)
+    if options.save is not None:
+        make_folder(options.save)
+    with loading_shown(err, options.quiet, plain=bool(options.debug)) as progress:
         session = pipeline.open(progress)
     with session:
-        if request.stream:
-            _stream(session, request, inputs, out, err)
+        if options.stream:
+            _stream(session, options, inputs, out, err)
         else:
-            _answer(session, request, inputs, out, err)
+            _answer(session, options, inputs, out, err)
 
 
 def check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
@@ -135,18 +122,18 @@ def check_outputs(plan: Plan, wanted: Sequence[str] | None) -> None:
             raise InputError(f"--output {name:.80}: the pipeline has no such output; it has {', '.join(known)}")
 
 
-def _answer(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
-    result = session.run(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs)
-    saved = _save(session.plan, request, inputs, result, err)
+def _answer(session: Session, options: RunOptions, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
+    result = session.run(options.request, **inputs)
+    saved = _save(session.plan, options, inputs, result, err)
     types = {output.name: output.type for output in session.plan.outputs if output.name in result}
-    if request.as_json:
+    if options.as_json:
         answer = {name: _json(name, result[name], type, saved) for name, type in types.items()}
         print(json.dumps(answer, ensure_ascii=False), file=out, flush=True)
         return
     for name, type in types.items():
         print(as_text(name, result[name], type), file=out)
     out.flush()
-    if not request.quiet:
+    if not options.quiet:
         _print_timings(result, err)
 
 
@@ -161,13 +148,13 @@ def _json(name: str, value: Any, type: PortType, saved: Mapping[str, Path]) -> A
     return {"dtype": str(value.dtype), "shape": list(value.shape), "file": str(saved[name])}
 
 
-def _stream(session: Session, request: Request, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
+def _stream(session: Session, options: RunOptions, inputs: Mapping[str, Any], out: TextIO, err: TextIO) -> None:
     """Print chunks as they arrive: text follows its output's name, other values are printed when complete."""
     types = {output.name: output.type for output in session.plan.outputs}
     whole: dict[str, Any] = {}
     grown: dict[str, list[str]] = {}
     growing = ""
-    for piece in session.stream(RequestOptions(outputs=request.outputs, deadline_ms=request.deadline_ms), **inputs):
+    for piece in session.stream(options.request, **inputs):
         if piece.last:
             whole[piece.output] = piece.value
         if not piece.last and isinstance(piece.value, str):
@@ -184,13 +171,13 @@ def _stream(session: Session, request: Request, inputs: Mapping[str, Any], out: 
             growing = ""
     if growing:
         print(file=out, flush=True)
-    _save(session.plan, request, inputs, whole, err)
+    _save(session.plan, options, inputs, whole, err)
 
 
 def _save(
-    plan: Plan, request: Request, inputs: Mapping[str, Any], outputs: Mapping[str, Any], err: TextIO
+    plan: Plan, options: RunOptions, inputs: Mapping[str, Any], outputs: Mapping[str, Any], err: TextIO
 ) -> dict[str, Path]:
-    saved = save_outputs(plan, inputs, outputs, request.save) if request.save is not None else {}
+    saved = save_outputs(plan, inputs, outputs, options.save) if options.save is not None else {}
     for path in saved.values():
         print(f"wrote {path}", file=err)
     return saved

@@ -9,112 +9,57 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from weftline.cli.options import Verbose
+from weftline.cli.options import Cluster, Verbose
 from weftline.cli.progress import loading_shown
 from weftline.engine.serving.auth.exposure import check_exposure
+from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.malloc import keep_freed_memory
-from weftline.engine.serving.serve_file import COMMAND_LINE, Flags, assemble, to_text
+from weftline.engine.serving.serve_file import COMMAND_LINE, assemble, to_text
 from weftline.errors import MissingPackage, PipelineError, Problem
+from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.spec.document import read_file, without_secrets
 
 if TYPE_CHECKING:
-    from weftline.engine.serving.config import ServeConfig
     from weftline.engine.serving.server import ServeOptions
 
 
-class LogFormat(StrEnum):
-    """Format of log lines."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """Options of `weftline serve`.
 
-    text = "text"
-    json = "json"
+    keys: values of options that are keys of serve files too, by key.
+    """
 
-
-class Engine(StrEnum):
-    """Engine that runs the pipelines."""
-
-    local = "local"
-    ray = "ray"
-
-
-def serve(
     files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE", help="Pipeline files, or one serve file with `pipelines:`."),
-    ] = None,
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="Serve file; other options override it.")] = None,
-    host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address to listen at; 127.0.0.1 by default.")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=65_535, help="gRPC port; 8001 by default, 0 for any free one.")
-    ] = None,
-    http_port: Annotated[
-        int | None, typer.Option(min=0, max=65_535, help="Serve HTTP too, at this port; 0 for any free one.")
-    ] = None,
-    socket: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Unix socket for gRPC, instead of an address.")
-    ] = None,
+        tuple[str, ...], typer.Argument(metavar="FILE", help="Pipeline files, or one serve file with `pipelines:`.")
+    ] = ()
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="Serve file; other options override it.")] = None
+    keys: Annotated[Mapping[str, Any], ServeConfig] = field(default_factory=dict)
     expose: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(metavar="STEP", help="Serve a step as a model too, as STEP or PIPELINE.STEP; repeatable."),
-    ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Tokens of clients and their permissions; see `token`.")
-    ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Certificate of the server.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.")] = None,
-    client_ca: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Require client certificates of this authority.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow other machines to connect without TLS or without tokens.")
-    ] = False,
-    shared_memory: Annotated[
-        bool, typer.Option("--shared-memory", help="Allow clients to register system shared memory.")
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(min=0, max=64, help="Processes for gRPC; 0, the default, serves in the engine's process."),
-    ] = None,
-    grace_s: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=86_400.0, help="Time for open requests after SIGTERM, in seconds; 30 by default."),
-    ] = None,
-    log_format: Annotated[LogFormat | None, typer.Option(help="Format of logs; text by default.")] = None,
-    log_requests: Annotated[
-        bool, typer.Option("--log-requests", help="Log every request, not only failed ones.")
-    ] = False,
-    otlp: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send traces to this collector, such as http://localhost:4317.")
-    ] = None,
-    engine: Annotated[
-        Engine, typer.Option(help="Run in processes of this machine, or on a Ray cluster.")
-    ] = Engine.local,
-    replicas: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="On Ray: copies of all the pipelines; 1 by default.")
-    ] = None,
-    gpus_per_replica: Annotated[
-        float | None, typer.Option(min=0.0, help="On Ray: GPUs of each copy; 0 by default.")
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="On Ray: address of the cluster; by default one is started."),
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Check everything, print the resulting serve file, and exit.")
-    ] = False,
-    verbose: Verbose = False,
-) -> None:
+    ] = ()
+    cluster: Cluster = field(default_factory=Cluster)
+    print_config: Annotated[bool, typer.Option(help="Check everything, print the resulting serve file, and exit.")] = (
+        False
+    )
+    verbose: Verbose = False
+
+    def assemble(self, machine: Machine | None = None) -> ServeConfig:
+        """Return the checked configuration. machine: as in `serve_file.assemble`."""
+        keys = {**self.keys, **({"logs.level": "debug"} if self.verbose else {})}
+        return assemble(self.files, self.config, keys, self.expose, machine)[0]
+
+
+def serve(options: ServeFlags) -> int:
     """Serve pipelines until SIGTERM, SIGHUP or Ctrl-C: gRPC for Triton and KServe clients, and optionally HTTP.
 
     After a signal the server refuses new requests, finishes open ones within --grace-s, and exits with 0. A second
@@ -129,47 +74,25 @@ def serve(
       weftline serve pipeline.yaml --http-port 8000 --print-config > serve.yaml
       weftline serve pipeline.yaml --engine ray --address auto --replicas 4 --gpus-per-replica 1 --insecure
     """
-    on_ray = {"--replicas": replicas, "--gpus-per-replica": gpus_per_replica, "--address": address}
-    idle = [name for name, value in on_ray.items() if value is not None]
-    if idle and engine is not Engine.ray:
-        raise typer.BadParameter(f"{', '.join(idle)}: only with --engine ray")
-
-    flags = Flags(
-        host=host,
-        port=port,
-        http_port=http_port,
-        socket=socket,
-        expose=tuple(expose or ()),
-        tokens=tokens,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-        client_ca=client_ca,
-        insecure=insecure,
-        shared_memory=shared_memory,
-        processes=processes,
-        grace_s=grace_s,
-        log_format=log_format.value if log_format is not None else None,
-        log_requests=log_requests,
-        otlp=otlp,
-        verbose=verbose,
-    )
-    ray = RayFlags(replicas or 1, gpus_per_replica or 0.0, address) if engine is Engine.ray else None
-    request = ServeRequest(tuple(files or ()), config, flags, print_config, ray)
-    if code := run_serve(request, sys.stdout, sys.stderr):
-        raise typer.Exit(code)
+    return run_serve(options, sys.stdout, sys.stderr)
 
 
-def token(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client in logs and metrics.")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOptions:
+    """Options of `weftline token`. models: () for all."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client in logs and metrics.")]
     models: Annotated[
-        list[str] | None, typer.Option("--model", metavar="NAME", help="Restrict the token to this model; repeatable.")
-    ] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="Permit loading, unloading and changes of settings.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Permit registration of shared memory.")] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Permit reading /metrics.")] = False,
-    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Rate limit, in requests a second.")] = None,
-    burst: Annotated[int | None, typer.Option(min=1, help="Largest burst of requests after a pause.")] = None,
-) -> None:
+        tuple[str, ...], typer.Option("--model", metavar="NAME", help="Restrict the token to this model; repeatable.")
+    ] = ()
+    admin: Annotated[bool, typer.Option(help="Permit loading, unloading and changes of settings.")] = False
+    memory: Annotated[bool, typer.Option(help="Permit registration of shared memory.")] = False
+    metrics: Annotated[bool, typer.Option(help="Permit reading /metrics.")] = False
+    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Rate limit, in requests a second.")] = None
+    burst: Annotated[int | None, typer.Option(min=1, help="Largest burst of requests after a pause.")] = None
+
+
+def token(options: TokenOptions) -> None:
     """Create a token: print it once on standard error, and its line for the token file on standard output.
 
     The line has only a digest of the token. The token itself is stored nowhere.
@@ -180,60 +103,20 @@ def token(
       weftline token web --model assistant >> tokens.yaml
       weftline token ops --admin >> tokens.yaml
     """
-    run_token(
-        TokenRequest(name, tuple(models or ()), admin, memory, metrics, requests_per_s, burst), sys.stdout, sys.stderr
-    )
+    run_token(options, sys.stdout, sys.stderr)
 
 
-@dataclass(frozen=True, slots=True)
-class RayFlags:
-    """Options of `--engine ray`: replicas, GPUs of each, and the cluster (None: one is started here)."""
-
-    replicas: int = 1
-    gpus_per_replica: float = 0.0
-    address: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ServeRequest:
-    """Options of `weftline serve`.
-
-    config:       serve file of --config; None: `files` may have one.
-    print_config: print the resulting configuration, and serve nothing.
-    ray:          replicas on a Ray cluster; None: processes of this machine.
-    """
-
-    files: tuple[str, ...] = ()
-    config: str | None = None
-    flags: Flags = field(default_factory=Flags)
-    print_config: bool = False
-    ray: RayFlags | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRequest:
-    """Options of `weftline token`. models: () for all."""
-
-    name: str
-    models: tuple[str, ...] = ()
-    admin: bool = False
-    memory: bool = False
-    metrics: bool = False
-    requests_per_s: float | None = None
-    burst: int | None = None
-
-
-def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
+def run_serve(options: ServeFlags, out: TextIO, err: TextIO) -> int:
     """Serve until a signal, and return the exit code.
 
     Mistakes that need no model are refused before anything starts.
     """
-    if request.ray is not None:
-        return _run_on_ray(request, request.ray, out)
-    config, _ = assemble(request.files, request.config, request.flags)
+    if options.cluster.engine == "ray":
+        return _run_on_ray(options, out)
+    config = options.assemble()
     _check_files(config)
-    if request.print_config:
-        _print_config(config, request, out)
+    if options.print_config:
+        _print_config(config, options, out)
         return 0
     for package in ("grpc", "tritonclient"):
         if find_spec(package) is None:
@@ -254,16 +137,17 @@ def run_serve(request: ServeRequest, out: TextIO, err: TextIO) -> int:
             return runner.run(run_server(config, announce=announce, progress=progress))
 
 
-def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
+def _run_on_ray(options: ServeFlags, out: TextIO) -> int:
     """Serve on a Ray cluster, and return the exit code."""
     from weftline.engine.jobs.ray.cluster import Need
     from weftline.engine.jobs.ray.deployment import Deployed, OnRay, check_config, machine_for, serve_on_ray
 
-    on = OnRay(flags.replicas, Need(gpus=flags.gpus_per_replica), flags.address)
-    config, _ = assemble(request.files, request.config, request.flags, machine_for(on.need))
+    cluster = options.cluster
+    on = OnRay(cluster.replicas or 1, Need(gpus=cluster.gpus_per_replica or 0.0), cluster.address)
+    config = options.assemble(machine_for(on.need))
     check_config(config)
-    if request.print_config:
-        _print_config(config, request, out)
+    if options.print_config:
+        _print_config(config, options, out)
         return 0
     for package, extra in (("ray", "ray"), ("grpc", "serve"), ("tritonclient", "serve")):
         if find_spec(package) is None:
@@ -277,9 +161,9 @@ def _run_on_ray(request: ServeRequest, flags: RayFlags, out: TextIO) -> int:
     return serve_on_ray(config, on, announce)
 
 
-def _print_config(config: ServeConfig, request: ServeRequest, out: TextIO) -> None:
+def _print_config(config: ServeConfig, options: ServeFlags, out: TextIO) -> None:
     """Print the configuration as a serve file, with secrets from the environment as the variables they came from."""
-    files = [*request.files, *([request.config] if request.config is not None else [])]
+    files = [*options.files, *([options.config] if options.config is not None else [])]
     secrets = {secret: name for file in files for secret, name in read_file(file).secrets.items()}
     print(without_secrets(to_text(config), secrets), end="", file=out, flush=True)
 
@@ -316,13 +200,13 @@ def announced(serving: ServeOptions) -> list[str]:
     return lines
 
 
-def run_token(request: TokenRequest, out: TextIO, err: TextIO) -> None:
+def run_token(options: TokenOptions, out: TextIO, err: TextIO) -> None:
     """Print a new token on `err` and its line for the token file on `out`; PipelineError for an invalid entry."""
     from weftline.engine.serving.auth.token_entries import read_tokens
     from weftline.engine.serving.auth.tokens import digest, new_token
 
     secret = new_token()
-    line = token_line(request, digest(secret))
+    line = token_line(options, digest(secret))
     try:
         read_tokens(f"tokens:\n{line}\n", COMMAND_LINE)
     except PipelineError as error:
@@ -330,14 +214,14 @@ def run_token(request: TokenRequest, out: TextIO, err: TextIO) -> None:
             replace(one, path=one.path.removeprefix("tokens.0."), line=0) for one in error.problems
         ) from None
     print(line, file=out, flush=True)
-    print(f"token of {request.name}, shown this once: {secret}", file=err, flush=True)
+    print(f"token of {options.name}, shown this once: {secret}", file=err, flush=True)
 
 
-def token_line(request: TokenRequest, sha256: str) -> str:
+def token_line(options: TokenOptions, sha256: str) -> str:
     """Return the line of a token file; values are quoted, so that digits stay texts."""
-    entry: dict[str, object] = {"name": request.name, "sha256": sha256}
-    entry |= {"models": list(request.models)} if request.models else {}
-    entry |= {right: True for right in ("admin", "memory", "metrics") if getattr(request, right)}
-    rates = {"requests_per_s": request.requests_per_s, "burst": request.burst}
+    entry: dict[str, object] = {"name": options.name, "sha256": sha256}
+    entry |= {"models": list(options.models)} if options.models else {}
+    entry |= {right: True for right in ("admin", "memory", "metrics") if getattr(options, right)}
+    rates = {"requests_per_s": options.requests_per_s, "burst": options.burst}
     entry |= {key: value for key, value in rates.items() if value is not None}
     return "  - {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry.items()) + "}"

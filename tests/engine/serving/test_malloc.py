@@ -110,7 +110,7 @@ async def served(config, **others):
 server.serve = served
 Path("PATH").write_text("weftline: 1\\nname: p\\ninputs: {x: text}\\nsteps:\\n"
     "  s: {node: echo, inputs: {value: x}}\\noutputs: {y: s.value}\\n")
-command.run_serve(command.ServeRequest(("PATH",)), sys.stdout, sys.stderr)
+command.run_serve(command.ServeFlags(files=("PATH",)), sys.stdout, sys.stderr)
 """
     assert run(code.replace("PATH", str(tmp_path / "p.yaml"))) == [0]
 

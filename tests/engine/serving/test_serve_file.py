@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weftline.engine.flags import flag_fields
 from weftline.engine.serving import serve_file
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline, Tls
-from weftline.engine.serving.serve_file import Flags, assemble, merge
+from weftline.engine.serving.serve_file import assemble, merge
 from weftline.errors import InputError, PipelineError
 from weftline.pipelines.placement.machine import Device, Machine
 
@@ -33,15 +35,15 @@ def write(tmp_path: Path) -> Writer:
     return write
 
 
-def wrong(files: list[str], config: str | None = None, flags: Flags = Flags()) -> str:  # noqa: B008
+def wrong(files: list[str], config: str | None = None, **given: Any) -> str:
     with pytest.raises(PipelineError) as error:
-        assemble(files, config, flags)
+        assemble(files, config, **given)
     return str(error.value)
 
 
 def test_a_pipeline_file_is_served_under_its_own_name(write: Writer) -> None:
     file, other = write("shout"), write("whisper")
-    config, plans = assemble([file, other], None, Flags())
+    config, plans = assemble([file, other], None)
     assert config == ServeConfig({"shout": ServedPipeline(Path(file)), "whisper": ServedPipeline(Path(other))})
     assert list(plans) == ["shout", "whisper"]
 
@@ -50,42 +52,57 @@ def test_a_serve_file_is_known_by_its_pipelines_and_others_join_it(write: Writer
     write("shout")
     serve, other = write("serve", "pipelines: {loud: shout.yaml}\ngrace_s: 3\n"), write("whisper")
     for files, named in (([serve, other], None), ([other], serve)):
-        config, plans = assemble(files, named, Flags())
+        config, plans = assemble(files, named)
         assert list(config.pipelines) == ["loud", "whisper"] == list(plans)
         assert config.grace_s == 3
 
 
 def test_flags_override_the_file() -> None:
     said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcConfig(port=1), HttpConfig(port=2), grace_s=3)
-    flags = Flags(
-        host="::1", port=11, http_port=12, processes=2, grace_s=0.0, log_format="json", log_requests=True,
-        tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k"), client_ca=Path("a"), insecure=True,
-        shared_memory=True, otlp="http://o:1", expose=("a", "p.b", "a"), verbose=True,
-    )  # fmt: skip
-    merged = merge(said, flags)
+    keys = {
+        "grpc.host": "::1", "http.host": "::1", "grpc.port": 11, "http.port": 12, "grpc.processes": 2, "grace_s": 0.0,
+        "logs.format": "json", "logs.requests": True, "logs.level": "debug", "tokens": Path("t"),
+        "tls.certificate": Path("c"), "tls.key": Path("k"), "tls.client_ca": Path("a"), "insecure": True,
+        "shared_memory": True, "otlp": "http://o:1",
+    }  # fmt: skip
+    merged = merge(said, keys, ("a", "p.b", "a"))
     assert (merged.grpc, merged.http) == (GrpcConfig("::1", 11, None, 2), HttpConfig("::1", 12))
     assert merged.tls == Tls(Path("c"), Path("k"), Path("a"))
     assert (merged.tokens, merged.grace_s, merged.otlp) == (Path("t"), 0.0, "http://o:1")
     assert (merged.logs.format, merged.logs.requests, merged.logs.level) == ("json", True, "debug")
     assert merged.insecure and merged.shared_memory
     assert merged.pipelines["p"].expose == ("a", "b")
-    assert merge(said, Flags()) == said
+    assert merge(said, {}) == said
 
 
 def test_http_is_off_until_it_is_asked_for_and_then_on_loopback() -> None:
     said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))}, GrpcConfig("0.0.0.0"))
-    assert merge(said, Flags()).http is None
-    assert merge(said, Flags(http_port=0)).http == HttpConfig("127.0.0.1", 0)
+    assert merge(said, {"http.host": "::1"}).http is None
+    assert merge(said, {"http.port": 0}).http == HttpConfig("127.0.0.1", 0)
 
 
 def test_one_certificate_flag_needs_the_other_in_the_file() -> None:
     said = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
     with pytest.raises(PipelineError, match="--tls-key: missing"):
-        merge(said, Flags(tls_cert=Path("c")))
+        merge(said, {"tls.certificate": Path("c")})
     with pytest.raises(PipelineError, match="--tls-cert: missing"):
-        merge(said, Flags(client_ca=Path("a")))
+        merge(said, {"tls.client_ca": Path("a")})
     has = ServeConfig(said.pipelines, tls=Tls(Path("c"), Path("k")))
-    assert merge(has, Flags(tls_key=Path("k2"))).tls == Tls(Path("c"), Path("k2"))
+    assert merge(has, {"tls.key": Path("k2")}).tls == Tls(Path("c"), Path("k2"))
+
+
+def test_options_have_the_bounds_and_patterns_of_their_keys(write: Writer) -> None:
+    text = wrong([write("shout")], overrides={"grpc.host": "no host", "otlp": "ftp://o", "grpc.port": 70_000})
+    assert "the command line  --host: 'no host'\n    expected: an address" in text
+    assert "the command line  --otlp: 'ftp://o'\n    expected: http://HOST:PORT" in text
+    assert "the command line  --port: 70000\n    expected: " in text
+
+
+def test_every_option_sets_a_key_of_its_own_or_equal_keys() -> None:
+    names: dict[str, list[str]] = {}
+    for one in flag_fields(ServeConfig):
+        names.setdefault(one.flag.name, []).append(one.key)
+    assert {name: keys for name, keys in names.items() if len(keys) > 1} == {"--host": ["grpc.host", "http.host"]}
 
 
 def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writer) -> None:
@@ -116,26 +133,26 @@ def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writ
 def test_what_is_only_loaded_later_may_be_missing_or_broken_now(write: Writer) -> None:
     write("broken", "weftline: 1\n")
     text = "pipelines: {a: {file: gone.yaml, load: false}, b: {file: broken.yaml, load: false, expose: [s]}}\n"
-    config, plans = assemble([write("serve", text)], None, Flags())
+    config, plans = assemble([write("serve", text)], None)
     assert list(config.pipelines) == ["a", "b"]
     assert plans == {}
 
 
 def test_problems_of_flags_name_the_flag(write: Writer) -> None:
     file = write("shout")
-    assert "--tokens: there is no file" in wrong([file], flags=Flags(tokens=Path("/none/t.yaml")))
-    assert "--expose: c" not in wrong([file], flags=Flags(expose=("c",)))
-    assert "no step is called c" in wrong([file], flags=Flags(expose=("c",)))
-    assert "PIPELINE.STEP of shout, whisper" in wrong([file, write("whisper")], flags=Flags(expose=("a",)))
+    assert "--tokens: there is no file" in wrong([file], overrides={"tokens": Path("/none/t.yaml")})
+    assert "--expose: c" not in wrong([file], expose=("c",))
+    assert "no step is called c" in wrong([file], expose=("c",))
+    assert "PIPELINE.STEP of shout, whisper" in wrong([file, write("whisper")], expose=("a",))
     assert "no pipeline" in wrong([])
-    both = wrong([file, write("broken", "weftline: 1\n")], flags=Flags(expose=("x.y",)))
+    both = wrong([file, write("broken", "weftline: 1\n")], expose=("x.y",))
     assert "--expose: x.y" in both
     assert "broken.yaml" in both
 
 
 def test_a_unix_socket_belongs_to_one_process_and_its_group_wants_a_socket(write: Writer) -> None:
     file = write("shout")
-    both = wrong([file], flags=Flags(socket=Path("w.sock"), processes=2))
+    both = wrong([file], overrides={"grpc.socket": Path("w.sock"), "grpc.processes": 2})
     assert "--processes: a Unix socket belongs to one process, and there are 2" in both
     serve = write("serve", "pipelines: {loud: shout.yaml}\ngrpc: {socket_group: web}\n")
     assert "grpc.socket_group: a group for a Unix socket, and there is none" in wrong([serve])
@@ -158,9 +175,9 @@ def test_shared_memory_wants_one_process_since_regions_are_known_to_one(write: W
     serve = write("serve", "pipelines: {a: shout.yaml}\nshared_memory: true\ngrpc: {processes: 2}\n")
     assert "serve.yaml:2  shared_memory: regions are known" in wrong([serve])
     assert "--shared-memory: regions are known" in wrong(
-        [write("whisper")], flags=Flags(shared_memory=True, processes=2)
+        [write("whisper")], overrides={"shared_memory": True, "grpc.processes": 2}
     )
-    assert assemble([serve], None, Flags(processes=1))[0].shared_memory
+    assert assemble([serve], None, {"grpc.processes": 1})[0].shared_memory
 
 
 def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
@@ -170,9 +187,7 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
         raise InputError("it is the scheduler's")
 
     monkeypatch.setattr(serve_file, "alone", refused)
-    assert "step a cannot be a model of its own: it is the scheduler's" in wrong(
-        [write("shout")], flags=Flags(expose=("a",))
-    )
+    assert "step a cannot be a model of its own: it is the scheduler's" in wrong([write("shout")], expose=("a",))
 
 
 def test_pipelines_loaded_at_the_start_share_the_gpus_in_order(write: Writer) -> None:
@@ -185,13 +200,13 @@ outputs: {{y: a.value}}
 """
     gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
     first, second = write("first", on_gpu.format("first", 4 * gib)), write("second", on_gpu.format("second", 3 * gib))
-    assert list(assemble([first], None, Flags(), machine)[1]) == ["first"]
+    assert list(assemble([first], None, machine=machine)[1]) == ["first"]
     with pytest.raises(PipelineError) as refused:
-        assemble([first, second], None, Flags(), machine)
+        assemble([first, second], None, machine=machine)
     (problem,) = refused.value.problems
     assert problem.file == second and "first       another pipeline  claimed" in problem.found
     serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
-    _, plans = assemble([serve], None, Flags(), machine)
+    _, plans = assemble([serve], None, machine=machine)
     assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"
 
 
@@ -205,15 +220,15 @@ outputs: {{y: s.text}}
 """
     gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 16 << 30),))
     first, second = write("first", talks.format("first", gib)), write("second", talks.format("second", 3 * gib))
-    _, plans = assemble([first, second], None, Flags(expose=("first.s",)), machine)
+    _, plans = assemble([first, second], None, expose=("first.s",), machine=machine)
     part = int((16 - 1 - 2 * 1.5 - 3.5) * gib) // 3
     assert [plan.budgets[0].kv_bytes for plan in plans.values()] == [part, part]
     with pytest.raises(PipelineError) as refused:
         assemble(
             [first, second],
             None,
-            Flags(expose=("first.s", "second.s", "second.unknown")),
-            Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
+            expose=("first.s", "second.s", "second.unknown"),
+            machine=Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
         )
     exposed, unknown = refused.value.problems
     assert exposed.found.startswith(
@@ -224,5 +239,5 @@ outputs: {{y: s.text}}
     )
     assert unknown.found == "no step is called unknown"
     assert assemble(
-        [first, second], None, Flags(expose=("first.s",)), Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+        [first, second], None, expose=("first.s",), machine=Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
     )

@@ -21,9 +21,9 @@ from PIL import Image
 from tests.engine.serving.grpc.served import served_in_thread
 from tests.weftline.batch_files import SHOUT, flipper, lines, results, shouter, visible
 from weftline.cli.batch import ASKED, Interrupts, as_json, has_resume_notes, resume_hint, runner_factory, write_report
-from weftline.cli.batch_commands import BatchRequest, RayTarget, ServerTarget
+from weftline.cli.batch_options import BatchOptions, Via
 from weftline.cli.main import main
-from weftline.cli.remote import Remote
+from weftline.cli.options import Cluster
 from weftline.engine.jobs.progress import ErrorKind, JobResult, Tally
 from weftline.engine.jobs.ray import runner as factory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec
@@ -373,30 +373,30 @@ def test_signals_are_not_handled_outside_the_main_thread() -> None:
 
 
 @pytest.fixture
-def request_here(tmp_path: Path) -> BatchRequest:
+def options_here(tmp_path: Path) -> BatchOptions:
     spec = JobSpec(Path(shouter(tmp_path)), DataSpec(("rows.jsonl",)), OutSpec("out", outputs=("loud",)), seed=3)
-    return BatchRequest(replace(spec, block_rows=2))
+    return BatchOptions(job=replace(spec, block_rows=2))
 
 
 def test_copies_on_a_cluster_are_asked_for_the_same_job(
-    request_here: BatchRequest, monkeypatch: pytest.MonkeyPatch
+    options_here: BatchOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(factory, "ray_runner_factory", lambda pipeline, **options: asked.update(options, file=pipeline))
-    runner_factory(replace(request_here, where=RayTarget(2, 0.5, "auto")))
-    spec = request_here.spec
+    runner_factory(replace(options_here, cluster=Cluster("ray", 2, 0.5, "auto")))
+    spec = options_here.job
     assert (asked["file"], asked["outputs"], asked["seed"]) == (spec.pipeline, ("loud",), 3)
     assert (asked["block_rows"], asked["replicas"], asked["address"], asked["need"].gpus) == (2, 2, "auto", 0.5)
 
 
-def test_a_server_is_reached_as_other_commands_reach_it(request_here: BatchRequest, tmp_path: Path) -> None:
-    server = runner_factory(replace(request_here, where=ServerTarget(Remote("localhost:1"))))
+def test_a_server_is_reached_as_other_commands_reach_it(options_here: BatchOptions, tmp_path: Path) -> None:
+    server = runner_factory(replace(options_here, server=Via("localhost:1")))
     assert (server.repeatable, server.block_rows) == ({"loud": "rounding"}, 2)
     with pytest.raises(InputError, match="cannot read"):
-        runner_factory(replace(request_here, where=ServerTarget(Remote("localhost:1", tmp_path / "no-token"))))
+        runner_factory(replace(options_here, server=Via("localhost:1", tmp_path / "no-token")))
 
 
-def test_an_unknown_output_is_an_error_before_anything_starts(request_here: BatchRequest) -> None:
+def test_an_unknown_output_is_an_error_before_anything_starts(options_here: BatchOptions) -> None:
     out = OutSpec("out", outputs=("lout",))
     with pytest.raises(InputError, match=r"--output lout: the pipeline has no such output; did you mean loud\?"):
-        runner_factory(replace(request_here, spec=replace(request_here.spec, out=out)))
+        runner_factory(replace(options_here, job=replace(options_here.job, out=out)))
