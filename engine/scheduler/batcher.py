@@ -118,29 +118,19 @@ class Batcher:
         group:      only items of one group share a batch.
         due_ms:     when the step must have finished it for the request to meet its deadline.
         expires_ms: when the timeout of the step ends for it.
-        arrived_ms: time of the first arrival, for an item that is queued again.
+        arrived_ms: time of the first arrival, for an item that is queued again and is no new arrival.
         """
         if item in self.waiting:
             raise ValueError(f"item {item} waits already; discard it before it is added again")
         self._now_ms = now_ms
-        if self._auto:
-            self._learn_gap(now_ms)
-        self._insert(item, group, priority, due_ms, expires_ms, now_ms if arrived_ms is None else arrived_ms)
-
-    def reschedule(self, item: int, priority: int, due_ms: float, expires_ms: float) -> None:
-        """Change the due time of a queued item."""
-        entry = self.waiting[item]
-        self.discard(item)
-        self._insert(item, entry.line.group, priority, due_ms, expires_ms, entry.arrived_ms)
-
-    def _insert(
-        self, item: int, group: Hashable, priority: int, due_ms: float, expires_ms: float, arrived_ms: float
-    ) -> None:
+        if arrived_ms is None:
+            arrived_ms = now_ms
+            if self._auto:
+                self._learn_gap(now_ms)
         key = arrived_ms + PATIENCE_MS
-        if not self._by_deadline:
+        if expires_ms < due_ms or not self._by_deadline:
             due_ms = expires_ms
-        else:
-            due_ms = min(due_ms, expires_ms)
+        if self._by_deadline:
             if due_ms < math.inf:
                 key = min(key, due_ms - self._latency.run_ms(1))
             if priority:
@@ -155,6 +145,20 @@ class Batcher:
         # tuple.__new__ makes a Waiting at half the cost of calling it; this runs for every item of every step
         self.waiting[item] = entry = tuple.__new__(QueuedItem, (key, self._serial, item, arrived_ms, due_ms, line))
         line.add(entry)
+
+    def reschedule(self, item: int, priority: int, due_ms: float, expires_ms: float) -> None:
+        """Change the due time of a queued item."""
+        entry = self.waiting[item]
+        self.discard(item)
+        self.add(
+            item,
+            self._now_ms,
+            group=entry.line.group,
+            priority=priority,
+            due_ms=due_ms,
+            expires_ms=expires_ms,
+            arrived_ms=entry.arrived_ms,
+        )
 
     def discard(self, item: int) -> bool:
         """Remove an item; False if it was not queued."""

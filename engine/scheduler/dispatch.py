@@ -50,7 +50,7 @@ def _dispatch_queue(state: SchedulerState, queue: StepQueue) -> None:
     if state.batch_waits:
         state.batch_waits.pop(queue.index, None)
     if queue.has_new:
-        for worker_id in queue.workers:
+        for worker_id in queue.workers if queue.takes_new_at_once else ():
             if can_take_batch(state, state.workers[worker_id], queue):
                 new = queue.take_new()
                 if new is None:
@@ -152,14 +152,13 @@ def _can_take_job(state: SchedulerState, worker: WorkerState, queue: StepQueue) 
 
 def can_take_batch(state: SchedulerState, worker: WorkerState, queue: StepQueue) -> bool:
     """Return whether a worker may get (more) of a step's work now."""
-    if not _is_available(state, worker, queue):
-        return False
     running = worker.on_thread(queue.index) if worker.threads else worker.running
     if queue.streams or not running:
-        return not queue.suspects or not queue.streams
+        return (not queue.suspects or not queue.streams) and _is_available(state, worker, queue)
     return (
         len(running) < DISPATCHES_MAX
-        and len(queue.queue(queue.workers[0]).waiting) >= queue.items_max
+        and len(queue.queue(queue.workers[0]).waiting) >= queue.items_max  # mostly not: it is checked first
+        and _is_available(state, worker, queue)
         and queue.sequences is None
         and queue.quick
         and not queue.suspects  # they wait for a worker that has nothing else to do

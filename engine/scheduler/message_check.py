@@ -18,7 +18,7 @@ from typing import Any
 
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import Value
-from weftline.engine.scheduler.routes import Unit
+from weftline.engine.scheduler.routes import Form, Unit
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.workers import Dispatch
 from weftline.errors import InputError
@@ -134,9 +134,10 @@ def result_fault(dispatch: Dispatch, message: msg.BatchDone) -> str:
         return "it returned results of a batch that is not running"
     if len(message.ran) > len(unit.steps):
         return f"it returned figures of {len(message.ran)} stages for a dispatch of {len(unit.steps)}"
+    calls_max = CALLS_PER_ITEM_MAX * items
     for one in message.ran:
         late = one.run_ms > LATE_MS and one.run_ms > 2 * dispatch.limit_ms + LATE_MS
-        if late or one.items > items or one.batches > CALLS_PER_ITEM_MAX * items:
+        if late or one.items > items or one.batches > calls_max:
             return f"it returned figures that {items} items cannot have: {one}"
     if message.out_of_memory > items:
         return f"it ran out of memory at {message.out_of_memory} items and had {items}"
@@ -155,29 +156,36 @@ def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -
     """Return which output of an item does not match its port; '' for none. Leases: `foreign`."""
     if len(outputs) != len(unit.returns):
         return f"it returned {len(outputs)} outputs, and its step has {len(unit.returns)}"
-    types = state.routes.types
+    forms = state.routes.forms
     for slot, value in zip(unit.returns, outputs):
-        type = types[slot]
-        if type is not None and not (_is_plain(value, type) or _fits(value, type)):
+        seen, data = forms[slot], value.data
+        if seen is None:
+            continue
+        form = None
+        if (
+            data is not None
+            and len(data) <= INLINE_BYTES_MAX
+            and value.place is None
+            and value.items is None
+            and value.device_place is None
+            and value.ready is None
+        ):
+            form = value.kind, value.dtype, value.shape, 0 if value.kind in BYTES_KINDS else len(data)
+            if form in seen:
+                continue
+        type = state.routes.types[slot]
+        if type is not None and not _fits(value, type):
             return f"it returned {_shown(value)} for an output of type {type}"
+        if form is not None and len(value.shape) <= DIMS_KEPT:
+            _keep_form(seen, form)
     return ""
 
 
-def _is_plain(value: Value, type: PortType) -> bool:
-    """Return whether a value is inline bytes of this type and nothing else, as most are. Quicker than `_fits`."""
-    kind, data = value.kind, value.data
-    return (
-        data is not None
-        and (type.kind == kind or type.kind == "any")
-        and kind in BYTES_KINDS
-        and len(data) <= INLINE_BYTES_MAX
-        and value.place is None
-        and value.items is None
-        and value.device_place is None
-        and value.ready is None
-        and not value.dtype
-        and not value.shape
-    )
+def _keep_form(seen: set[Form], form: Form) -> None:
+    """Remember that inline values of this form fit their port: whether one does follows from its form alone."""
+    if len(seen) >= FORMS_KEPT:
+        seen.clear()
+    seen.add(form)
 
 
 def foreign(outputs: Iterable[Value], inputs: Iterable[Key], blocks: Iterable[Block]) -> bool:
@@ -186,8 +194,8 @@ def foreign(outputs: Iterable[Value], inputs: Iterable[Key], blocks: Iterable[Bl
     return any(key not in own for value in outputs if value.data is None for key in value.keys)
 
 
-DIMS_KEPT = 8
-"""Most dimensions of a shape whose size is kept; a worker's message may have more."""
+FORMS_KEPT, DIMS_KEPT = 256, 8
+"""Most remembered forms of a port, and most dimensions of a remembered shape; a worker's message may have more."""
 
 _size_of = functools.lru_cache(1024)(byte_size)
 

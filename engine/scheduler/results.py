@@ -196,14 +196,14 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
     _learn(state, queue, dispatch, message)
     state.counters.copied_bytes += message.copied_bytes
     state.counters.device_moved_bytes += message.device_moved_bytes
+    blocks = (*dispatch.blocks, *dispatch.granted, *worker.granted)
     for task, result in zip(dispatch.tasks, message.results):
         if task.id in state.live:
-            blocks = (*dispatch.blocks, *dispatch.granted, *worker.granted)
             _on_result(state, worker_id, queue, task, result, message.ran, blocks)
         else:
             task_table.end(state, task)
-    if not message.unfinished and (dispatch.blocks or dispatch.granted or worker.granted):
-        request_table.release_blocks(state, (*dispatch.blocks, *dispatch.granted, *worker.granted))
+    if blocks and not message.unfinished:
+        request_table.release_blocks(state, blocks)
     worker.granted.clear()
     worker.free_ms = now_ms
     if worker.running:

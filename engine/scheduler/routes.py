@@ -122,8 +122,16 @@ class Route:
         return tuple(sorted(step for unit in self.units for step in unit.steps))
 
 
+Form = tuple[str, str, tuple[int, ...], int]
+"""Kind, dtype, shape and size in bytes of an inline value."""
+
+
 class Routes:
-    """Numbers a plan's values and computes the route for a choice of outputs."""
+    """Numbers a plan's values and computes the route for a choice of outputs.
+
+    types: port types of the steps' outputs by slot; None for inputs.
+    forms: for each of them, forms of inline values that were found to fit (`message_check.outputs_fault`).
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -132,6 +140,7 @@ class Routes:
         self.slots = {wire: slot for slot, wire in enumerate(wires)}
         self.types: list[PortType | None] = [None] * len(plan.inputs)
         self.types += [port.type for step in plan.steps for port in step.outputs]  # by slot
+        self.forms: list[set[Form] | None] = [None if type is None else set() for type in self.types]
         self._producer = [-1] * len(plan.inputs) + [i for i, step in enumerate(plan.steps) for _ in step.outputs]
         self._step_at = {step.name: index for index, step in enumerate(plan.steps)}
         self.input_slots = [tuple(self.slots[given.wire] for given in step.inputs) for step in plan.steps]

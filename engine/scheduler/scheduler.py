@@ -86,11 +86,11 @@ class Scheduler:
         if state.deadlines:
             request_table.expire(state)
         for event in events:
-            if isinstance(event, ev.FromWorker):
+            if type(event) is ev.FromWorker:
                 results.on_message(state, event)
-            elif isinstance(event, ev.Submitted):
+            elif type(event) is ev.Submitted:
                 submit(state, event)
-            elif isinstance(event, ev.Delivered):
+            elif type(event) is ev.Delivered:
                 request_table.delivered(state, event.request)
             else:
                 HANDLERS[type(event)](state, event)

@@ -194,7 +194,7 @@ class StepQueue:
         This fast path bypasses the queue; None if the tasks must be queued.
         """
         new = self._new
-        if not self._direct or len(new) > self.items_max or self.suspects or self._queues[0].waiting:
+        if len(new) > self.items_max or not self.takes_new_at_once:
             return None
         chain = new[0].unit.chain
         for task in new:
@@ -211,6 +211,11 @@ class StepQueue:
                 self.sequences.add(task.request.sequence.id, task.id)
             else:
                 self._enqueue(self._queues[0], task, now_ms)
+
+    @property
+    def takes_new_at_once(self) -> bool:
+        """True if `take_new` may return tasks: nothing waits before them."""
+        return self._direct and not self.suspects and not self._queues[0].waiting
 
     @property
     def has_new(self) -> bool:

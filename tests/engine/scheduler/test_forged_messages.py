@@ -13,6 +13,7 @@ import pytest
 from tests.engine.scheduler_harness import ARENA_BYTES, SchedulerHarness, json
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
+from weftline.engine.scheduler import message_check
 from weftline.pipelines.spec.builder import Builder
 from weftline.shm.block import Place
 
@@ -181,6 +182,41 @@ def test_the_size_of_a_tensor_must_be_that_of_its_shape() -> None:
         harness.receive(0, msg.BatchDone(harness.inbox[0][0].dispatch, (msg.ItemResult((lie,)),), ()))
         assert "for an output of type float32[N]" in harness.kill_reasons()[0]
         harness.die_and_return(0)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        msg.Value("tensor", "float32", (1,), data=bytes(8)),
+        msg.Value("tensor", "float32", (2,), data=bytes(4)),
+        msg.Value("tensor", "int32", (1,), data=bytes(4)),
+        msg.Value("image", "float32", (1,), data=bytes(4)),
+        msg.Value("tensor", "float32", (1,), data=bytes(4), place=Place(0, 0, 4, 0, 0)),
+        msg.Value("tensor", "float32", (1,), data=bytes(4), device_place=Place(0, 0, 4, 0, 0)),
+        msg.Value("tensor", "float32", (1,), data=bytes(4), items=(json(1),)),
+    ],
+)
+def test_an_output_that_fitted_admits_no_other(lie: msg.Value) -> None:
+    p = Builder("sized")
+    p.output("y", p.step("a", "echo", type="float32[N]", value=p.input("x", "float32[N]")).value)
+    harness = SchedulerHarness(p, typed=True)
+    fits = msg.Value("tensor", "float32", (1,), data=bytes(4))
+    for value, reasons in ((fits, 0), (fits, 0), (lie, 1)):
+        harness.submit(x=fits)
+        harness.receive(0, msg.BatchDone(harness.inbox[0].pop(0).dispatch, (msg.ItemResult((value,)),), ()))
+        assert len(harness.kill_reasons()) == reasons
+
+
+def test_few_forms_of_outputs_are_remembered() -> None:
+    p = Builder("sized")
+    p.output("y", p.step("a", "echo", type="float32[N]", value=p.input("x", "float32[N]")).value)
+    harness = SchedulerHarness(p, typed=True)
+    for size in range(1, 2 * message_check.FORMS_KEPT):
+        value = msg.Value("tensor", "float32", (size,), data=bytes(4 * size))
+        harness.submit(x=value)
+        harness.receive(0, msg.BatchDone(harness.inbox[0].pop(0).dispatch, (msg.ItemResult((value,)),), ()))
+    assert not harness.kill_reasons()
+    assert all(len(forms or ()) <= message_check.FORMS_KEPT for forms in harness.scheduler.state.routes.forms)
 
 
 def test_hello_announces_no_more_than_the_planned_arena() -> None:
