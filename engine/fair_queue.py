@@ -44,18 +44,19 @@ class FairQueue(Generic[T]):
     """The waiting items of all callers.
 
     items_max: most items; `add` refuses one item above that.
+    size:      number of items.
     """
 
     def __init__(self, items_max: int) -> None:
         self.items_max = items_max
         self._callers: dict[Hashable, _Caller[T]] = {}
         self._heads: list[_Entry[T]] = []  # one valid entry per caller with items, and invalid ones
-        self._size = 0
+        self.size = 0
         self._serial = 0
         self._virtual = 0.0
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def waiting(self, caller: Hashable) -> int:
         """Return the number of a caller's items."""
@@ -76,10 +77,10 @@ class FairQueue(Generic[T]):
             self._forget_idle()
             own = self._callers[caller] = _Caller(caller)
         own.items.append((item, cost / weight))
-        self._size += 1
+        self.size += 1
         if len(own.items) == 1:
             self._push(own)
-        return self._pop_newest(own) if self._size > self.items_max else None
+        return self._pop_newest(own) if self.size > self.items_max else None
 
     def first(self, skip: Container[Hashable] = ()) -> T | None:
         """Return the next item, which stays queued; None without one. skip: callers that are passed over."""
@@ -106,7 +107,7 @@ class FairQueue(Generic[T]):
     def _pop_head(self, head: _Caller[T]) -> T:
         start = max(self._virtual, head.finish) if head.entry is None else head.entry[0]
         item, cost = head.items.popleft()
-        self._size -= 1
+        self.size -= 1
         self._virtual = max(self._virtual, start)
         head.finish = start + cost
         head.entry = None  # the heap drops its entry later
@@ -144,7 +145,7 @@ class FairQueue(Generic[T]):
         return item
 
     def _removed(self, caller: _Caller[T]) -> None:
-        self._size -= 1
+        self.size -= 1
         if not caller.items:
             caller.entry = None  # its entry in the heap is no longer valid
 

@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
+from weftline.engine.protocol.packed import ENCODED_BYTES
 from weftline.engine.protocol.values import encoded_json, unpack
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import StepTiming
@@ -86,9 +87,10 @@ class BorrowedResult:
     timings:  one StepTiming for each step that ran, in the order they finished.
     total_ms: from the call to having every output.
     version:  number of the version that ran the request.
+    size_bytes: of the outputs, as the engine holds them.
     """
 
-    __slots__ = ("_held", "_placed_bytes", "_request", "outputs", "timings", "total_ms", "version")
+    __slots__ = ("_held", "_placed_bytes", "_request", "outputs", "size_bytes", "timings", "total_ms", "version")
 
     def __init__(self, version: Version, request: int, end: ev.Command, started_ms: float) -> None:
         """Map the outputs of a finished request; raises the request's error if it failed."""
@@ -99,16 +101,20 @@ class BorrowedResult:
         self._request = request
         self.version = version.number
         self.timings = end.timings
-        self._placed_bytes = 0
+        size = placed = 0
         for value in end.outputs.values():
-            if value.data is None:
-                self._placed_bytes += placed_bytes(value)
+            if value.data is not None:
+                size += len(value.data)
+            else:
+                size += value.size_bytes
+                placed += placed_bytes(value)
+        self.size_bytes, self._placed_bytes = size, placed
         self.outputs: Mapping[str, Any] = {}
         outputs: dict[str, Any] = {}
         try:
             arenas = version.runtime.fleet.arenas
             for name, value in end.outputs.items():
-                output = encoded_json(value, arenas) or _unpacked(name, value, arenas)
+                output = (size > ENCODED_BYTES and encoded_json(value, arenas)) or _unpacked(name, value, arenas)
                 outputs[name] = output if value.data is not None else _read_only(output)
             self.outputs = outputs
         except (KeyError, ValueError, StepError):

@@ -60,6 +60,7 @@ class WaitQueue(Generic[T]):
     release:     takes a grant back that its caller did not wait for.
     waiting_max: most that wait; above that, the newest of the caller with the most is refused with `full`.
     passed_over: callers that are granted nothing now, though they may be next.
+    waiting:     the tickets that wait.
     """
 
     def __init__(
@@ -74,10 +75,7 @@ class WaitQueue(Generic[T]):
         self._release = release
         self._full = full
         self._passed_over = passed_over
-        self._waiting: FairQueue[Ticket[T]] = FairQueue(waiting_max)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: FairQueue[Ticket[T]] = FairQueue(waiting_max)
 
     def enter(self, attempt: Callable[[], T | None], caller: Hashable = "", cost: float = 1.0) -> Ticket[T]:
         """Return a ticket, granted already where none is before it and there is room; LimitReached when too many wait.
@@ -85,14 +83,14 @@ class WaitQueue(Generic[T]):
         The caller holds the lock. attempt: returns a grant, None while there is no room, or raises.
         """
         ticket = Ticket(self, attempt, caller)
-        is_next = caller not in self._passed_over and self._waiting.first(self._passed_over) is None
+        is_next = caller not in self._passed_over and self.waiting.first(self._passed_over) is None
         if is_next and (grant := attempt()) is not None:
-            self._waiting.charge(caller, cost)
+            self.waiting.charge(caller, cost)
             ticket.granted.set_result(grant)
             return ticket
-        refused = self._waiting.add(ticket, caller, cost)
+        refused = self.waiting.add(ticket, caller, cost)
         if refused is not None:
-            error = LimitReached(f"{self._full}, and {len(self)} requests wait for it", RETRY_S)
+            error = LimitReached(f"{self._full}, and {self.waiting.size} requests wait for it", RETRY_S)
             if refused is ticket:
                 raise error
             refused.granted.set_exception(error)
@@ -100,26 +98,26 @@ class WaitQueue(Generic[T]):
 
     def stir(self) -> None:
         """Grant what there is room for now, in order. The caller holds the lock."""
-        while (ticket := self._waiting.first(self._passed_over)) is not None:
+        while (ticket := self.waiting.first(self._passed_over)) is not None:
             try:
                 if (grant := ticket.attempt()) is None:
                     return
             except Exception as error:
-                self._waiting.discard(ticket, ticket.caller)
+                self.waiting.discard(ticket, ticket.caller)
                 ticket.granted.set_exception(error)
                 continue
-            self._waiting.take(ticket, ticket.caller)
+            self.waiting.take(ticket, ticket.caller)
             ticket.granted.set_result(grant)
 
     def refuse_all(self, error: Exception) -> None:
         """End the waiting of all. The caller holds the lock."""
-        while self._waiting:
-            self._waiting.pop().granted.set_exception(error)
+        while self.waiting:
+            self.waiting.pop().granted.set_exception(error)
 
     def leave(self, ticket: Ticket[T]) -> None:
         """Give a place up, or what was granted meanwhile."""
         with self._lock:
-            if self._waiting.discard(ticket, ticket.caller):
+            if self.waiting.discard(ticket, ticket.caller):
                 self.stir()
             elif ticket.granted.done() and ticket.granted.exception() is None:
                 self._release(ticket, ticket.granted.result())
@@ -161,7 +159,7 @@ class ByteBudget:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return self._queue.waiting.size
 
     def enter(self, size_bytes: int, caller: Hashable = "", cost: float = 1.0) -> Ticket[int]:
         """Return a ticket for so many bytes; LimitReached when they are more than there are, or too many wait.

@@ -343,7 +343,7 @@ class Runtime:
                 self.fleet.send(command.worker, command.message)
             else:
                 self._actions[type(command)](command)
-        if len(self._input_queue):
+        if self._input_queue.waiting.size:
             self._input_queue.stir()  # any event may have released blocks
 
     def _notify(self, command: ev.ForCaller) -> None:

@@ -68,6 +68,7 @@ class Answer(msgspec.Struct):
     version:     the version that answered.
     traceparent: W3C trace context of the request's own span; '' when nothing is traced.
     fetch:       sets the fields above and `give_back`; None: they are set.
+    known_bytes: size of the outputs, from a backend that has it; 0: unknown.
     """
 
     outputs: Mapping[str, Any]
@@ -77,12 +78,12 @@ class Answer(msgspec.Struct):
     traceparent: str = ""
     give_back: Callable[[], None] | None = None
     fetch: Callable[[Answer], Awaitable[None]] | None = None
-    remote_bytes: int = 0
+    known_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
         """Size of the outputs in bytes: exact for arrays, text and bytes, estimated for json values."""
-        return self.remote_bytes or sum(map(value_bytes, self.outputs.values()))
+        return self.known_bytes or sum(map(value_bytes, self.outputs.values()))
 
     async def load(self) -> None:
         """Copy the outputs to this process if they are in another one."""

@@ -267,6 +267,7 @@ class LocalBackend:
             borrowed.version,
             noted.traceparent,
             borrowed.release,
+            known_bytes=borrowed.size_bytes,
         )
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:

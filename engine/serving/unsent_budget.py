@@ -66,20 +66,16 @@ class Reservation:
 
 
 class UnsentBudget:
-    """The unsent bytes of all connections of a server."""
+    """The unsent bytes of all connections of a server. waiting: number of waiting answers."""
 
     def __init__(self, bytes_max: int, connection_bytes_max: int = CONNECTION_BYTES) -> None:
         self.bytes_max = bytes_max
         self.held_bytes = 0
         self._connection_bytes_max = connection_bytes_max
+        self.waiting = 0
         self._of_connection: Counter[Hashable] = Counter()
         self._of_caller: Counter[Hashable] = Counter()
         self._waiting: dict[Hashable, deque[Reservation]] = {}  # by connection; the one whose turn is next first
-
-    @property
-    def waiting(self) -> int:
-        """Number of waiting answers."""
-        return sum(map(len, self._waiting.values()))
 
     def waiting_of(self, connection: Hashable) -> int:
         """Return the number of waiting answers of a connection."""
@@ -111,6 +107,7 @@ class UnsentBudget:
         if self.waiting >= WAITING_MAX:
             raise LimitReached(f"{WAITING_MAX} answers wait for clients to read earlier ones", 1.0)
         self._waiting.setdefault(connection, deque()).append(made)
+        self.waiting += 1
         return made
 
     def resize(self, reservation: Reservation, size_bytes: int) -> None:
@@ -127,6 +124,7 @@ class UnsentBudget:
             self._count(reservation, -reservation.size_bytes)
         elif (queue := self._waiting.get(reservation.connection)) is not None and reservation in queue:
             queue.remove(reservation)
+            self.waiting -= 1
             if not queue:
                 del self._waiting[reservation.connection]
         self._grant_waiting()
@@ -161,6 +159,7 @@ class UnsentBudget:
             if not self._fits(queue[0]):
                 continue
             granted.append(queue.popleft())
+            self.waiting -= 1
             self._grant(granted[-1])
             del self._waiting[connection]
             if queue:

@@ -175,7 +175,7 @@ class RemoteBackend:
         if isinstance(response, msg.FrontendResponse):
             self._fill(answer, response)
         else:
-            answer.remote_bytes, answer.fetch = response.size_bytes, partial(self._fetch, number)
+            answer.known_bytes, answer.fetch = response.size_bytes, partial(self._fetch, number)
             answer.give_back = lambda: self._send(msg.CancelRequest(number))
         return answer
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.packed import ENCODED_BYTES, Packed
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.backend import Answer, Ask, Backend
@@ -150,10 +150,11 @@ class Inference:
             done(answer)
             return
         request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
+        size, room = answer.size_bytes, call.room
         if (
             answer.fetch is not None
-            or (call.room is not None and not call.room.is_free(answer.size_bytes))
-            or (Packed in map(type, answer.outputs.values()))
+            or (room is not None and not room.is_free(size))
+            or (size > ENCODED_BYTES and Packed in map(type, answer.outputs.values()))
         ):
             encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
             started.cancel = _run_in_task(self._encode_with_room((answer,), plan.info, call, encode), done)
