@@ -547,6 +547,7 @@ class Http2Connection:
 
     unsent_bytes:          queued bytes of all responses that have not been handed to the socket.
     processed_bytes:       bytes that the last `receive` has processed.
+    sent_bytes:            bytes that the last `data_to_send` has returned.
     settings_acknowledged: the client has acknowledged the server's settings.
     pings_acknowledged:    number of acknowledged pings.
 
@@ -570,7 +571,7 @@ class Http2Connection:
         self._field_bytes = self._field_count = 0
         self._field_bytes_max = limits.header_bytes_max
         self.unsent_bytes = 0
-        self.processed_bytes = 0
+        self.processed_bytes = self.sent_bytes = 0
         self.settings_acknowledged = False
         self.pings_acknowledged = 0
         self._out = _ffi.new("const char **")
@@ -725,6 +726,7 @@ class Http2Connection:
             self._parts_bytes += size
         if self._parts:
             self._credit += self._parts_bytes // BYTES_PER_CONTROL
+        self.sent_bytes = self._parts_bytes
         parts, self._parts = self._parts, []
         return parts
 
