@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from weftline.engine.gpus import GpuReservations
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
 from weftline.errors import InputError, LimitReached, SessionClosed
 from weftline.pipelines.placement.place import Machine
@@ -187,10 +187,11 @@ class Repository:
 
     def get(self, name: str) -> Session:
         """Return the session of a name; InputError for an unknown name, SessionClosed if none serves."""
+        held = self._names.get(name)
+        session = held.session if held is not None else None
+        if held is not None and session is not None and held.state in (READY, RELOADING):  # each request: without lock
+            return session
         with self._lock:
-            held = self._names.get(name)
-            if held is not None and held.session is not None and held.state in (READY, RELOADING):
-                return held.session
             if self._closed:
                 raise SessionClosed("the repository is closed")
             if held is None or held.state == ABSENT:

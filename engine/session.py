@@ -28,8 +28,8 @@ from weftline.engine.planned_pipeline import PlannedPipeline, Source, plan_of
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions, checked_options
 from weftline.engine.result import BorrowedResult, OutputStream, Result, StreamedOutput
 from weftline.engine.row_groups import InputSpace, run_together
-from weftline.engine.runtime.event_loop import Progress
 from weftline.engine.runtime.health import Health
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions

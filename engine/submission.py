@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, MutableMapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -85,6 +85,7 @@ class Submitter:
     def __init__(self, enter: Enter) -> None:
         self._enter = enter
         self._mailboxes: MutableMapping[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
+        self._last_mailbox: tuple[ref[asyncio.AbstractEventLoop], Mailbox] | None = None  # of the last loop
 
     def run(self, inputs: Mapping[str, Any], options: RequestOptions) -> Result:
         """Run one request and return its outputs; see Session.run."""
@@ -155,7 +156,12 @@ class Submitter:
         return pending.cancel
 
     def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
-        return self._mailboxes.get(loop) or self._mailboxes.setdefault(loop, Mailbox())
+        last = self._last_mailbox
+        if last is not None and last[0]() is loop:
+            return last[1]
+        mailbox = self._mailboxes.get(loop) or self._mailboxes.setdefault(loop, Mailbox())
+        self._last_mailbox = ref(loop), mailbox
+        return mailbox
 
     async def _finish(
         self, inputs: Mapping[str, Any], options: RequestOptions, paths: bool, caller: str

@@ -21,7 +21,8 @@ from pathlib import Path
 from weftline.engine.gpus import Reservation
 from weftline.engine.inputs import RequestInputs
 from weftline.engine.planned_pipeline import PlannedPipeline, Source
-from weftline.engine.runtime.event_loop import Progress, Runtime
+from weftline.engine.runtime.event_loop import Runtime
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
 from weftline.errors import SessionClosed
 from weftline.pipelines.placement.place import Machine

@@ -22,7 +22,7 @@ from typing import Any
 from weftline.engine.bench.sample_inputs import sample_input
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.session import OpenablePipeline, Session
 from weftline.errors import WeftlineError

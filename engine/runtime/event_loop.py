@@ -28,16 +28,18 @@ from typing import Any
 
 from weftline.engine.gpus import Reservation
 from weftline.engine.protocol import messages as msg
+from weftline.engine.runtime.asyncio_reader import ASYNCIO_LATE_S, AsyncioReader
 from weftline.engine.runtime.byte_budget import Ticket, WaitQueue
 from weftline.engine.runtime.clock import Clock, MonotonicClock
 from weftline.engine.runtime.descriptors import shortage
 from weftline.engine.runtime.health import Health, judge
+from weftline.engine.runtime.opening import OPENING, Opening, Progress
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.runtime.timer import WakeTimer
 from weftline.engine.runtime.worker_processes import WorkerProcesses
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import INGRESS_ARENA, Scheduler
-from weftline.errors import LimitReached, ModelError, RemoteTraceback, SessionClosed
+from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.placement.plan import Plan
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, Key
@@ -50,16 +52,7 @@ DRAINS_MAX = 64
 SHORT_RETRY_S = 1.0
 """Retry delay of requests that are refused while file descriptors are short."""
 
-ASYNCIO_LATE_S = 0.02
-"""Time without a read after which the thread reads messages again; it looks as often."""
-
-REPORTS_MAX = 256
-"""Most progress reports that wait for the callback; the oldest are dropped."""
-
 CLOSED = ev.Fail(-1, "SessionClosed", "the session was closed before the request was finished")
-
-Progress = Callable[[str, str, float], None]
-"""Called with step, phrase and fraction while models load."""
 
 Listener = Callable[[ev.ForCaller], ev.Event | None]
 """Called under the lock with the commands of one request (OutputReady, ChunkReady; last Finish, Fail or Refuse).
@@ -529,209 +522,3 @@ class Runtime:
         with self._lock:
             seen = snapshot(self.scheduler, self._copied_in_bytes, self._copied_out_bytes)
         return {**seen, "output_dropped_bytes": self.fleet.output.dropped_bytes()}
-
-
-OPENING = frozenset({msg.OpenProgress, msg.OpenFailed, msg.Ready})
-"""Messages about the opening of steps."""
-
-
-class Opening:
-    """Progress and outcome of opening one plan.
-
-    It is open once every worker has been ready; the first failure is the one that is raised. All methods but `report`
-    and `wait` are called under the lock.
-
-    failed:    the step, '' where it is unknown, and why it cannot be opened; None: no failure so far.
-    traceback: of the exception that the step's code raised; '' where there is none.
-    pending:   `report` has something to do.
-    """
-
-    def __init__(self, progress: Progress | None) -> None:
-        self.failed: tuple[str, str] | None = None
-        self.traceback = ""
-        self.pending = False
-        self._progress = progress
-        self._reports: deque[msg.OpenProgress] = deque(maxlen=REPORTS_MAX)
-        self._all_ready = False
-        self._over = threading.Event()
-
-    @property
-    def over(self) -> bool:
-        """True once it is open, has failed, or was closed."""
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        """Wait until it is over; False after the timeout."""
-        return self._over.wait(timeout_s)
-
-    def end(self) -> None:
-        """Wake the thread that waits."""
-        self._over.set()
-
-    def note(self, message: msg.OpenProgress | msg.OpenFailed) -> None:
-        """Record a worker's progress or failure."""
-        if isinstance(message, msg.OpenProgress):
-            self._reports.append(message)
-            self.pending = True
-        elif not self.over and self.failed is None:
-            self.failed = (message.step, message.failure.message)
-            self.traceback = message.failure.traceback
-
-    def note_ready(self, all_ready: bool, over_commit: str) -> None:
-        """Record that a worker is ready. over_commit: why measured GPU memory does not suffice; '' when it does."""
-        self._all_ready = self._all_ready or all_ready
-        self.pending = True
-        if self._all_ready and not self.over and self.failed is None and over_commit:
-            self.failed = ("", over_commit)
-
-    def note_death(self, name: str, how: str) -> None:
-        """Record a worker's death, which fails the opening while it goes on."""
-        if not self.over and self.failed is None:
-            self.failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
-        if self.failed is not None:
-            self._over.set()
-
-    def error(self) -> ModelError | None:
-        """Return the error to raise; None when there was no failure."""
-        if self.failed is None:
-            return None
-        step, message = self.failed
-        error = ModelError(f"step {step}: {message}" if step else message)
-        if self.traceback:
-            error.__cause__ = RemoteTraceback(self.traceback)
-        return error
-
-    def report(self) -> None:
-        """Call the progress callback, then wake the waiting thread when all workers are ready.
-
-        Without the lock, because the callback may call methods of the session.
-        """
-        self.pending = False
-        while self._reports:
-            message = self._reports.popleft()
-            if self._progress is None:
-                continue
-            try:
-                self._progress(message.step, message.phrase, message.fraction)
-            except Exception:
-                _log.exception("the progress callback failed; it is not called again")
-                self._progress = None
-        if self._all_ready and not self.over:
-            self._over.set()
-
-
-class AsyncioReader:
-    """Reads worker messages in an asyncio loop while all open requests wait in that loop.
-
-    Reading in the runtime's thread would cost two thread switches for each result: to that thread, and then to the
-    asyncio loop. That loop therefore watches the workers' epoll itself. It stops when it has read nothing for
-    ASYNCIO_LATE_S although a message waits, because it is busy, or while no request is open, and when another thread or
-    loop submits a request. A pause shorter than that between two requests does not stop it: each change of the reader
-    wakes the thread. Methods are called under the runtime's lock.
-
-    read:   reads what is there without waiting; called in the loop's thread, without the lock.
-    active: the loop reads messages.
-    others: a thread, or another loop, may wait for a request.
-    """
-
-    def __init__(self, read: Callable[[], None]) -> None:
-        self._read = read
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
-        self._fd = -1
-        self._reads = 0
-        self._reads_seen = -1  # at the thread's last look; -1: it has not looked since the loop began to read
-        self._idle_since_ms = 0.0
-        self._watched = False
-        self._after_read: list[Callable[[], None]] | None = None  # None: it is not reading
-        self.active = False
-        self.others = False
-
-    def start(self, loop: asyncio.AbstractEventLoop, epoll_fd: int) -> bool:
-        """Let `loop` read; called in its thread. True when it did not before."""
-        if self.active and self._loop is loop:
-            return False
-        if self._loop is not loop:
-            self.close()
-            fd = os.dup(epoll_fd)  # its own, so that its number is not reused while the loop still watches it
-            self._loop, self._fd, self._thread = loop, fd, threading.get_ident()
-        if not self._watched:
-            try:
-                loop.add_reader(self._fd, self._on_readable)
-            except (NotImplementedError, OSError, RuntimeError):  # this kind of loop watches no descriptors
-                os.close(self._fd)
-                self._loop, self._fd = None, -1
-                return False
-            self._watched = True
-        self.active = True
-        self._reads_seen = -1
-        return True
-
-    def reads_alone(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether this loop reads, and no other loop or thread waits for a request."""
-        return self.active and self._loop is loop and not self.others
-
-    def serves_another(self, loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Return whether the loop that reads, or read last, is not this one."""
-        return self._loop is not None and self._loop is not loop
-
-    def stop(self) -> bool:
-        """Let the runtime's thread read; True when that is a change."""
-        was, self.active = self.active, False
-        return was
-
-    def is_idle(self, now_ms: float) -> bool:
-        """Return whether the loop has read nothing for ASYNCIO_LATE_S, as seen by looks of the thread."""
-        if self._reads != self._reads_seen:
-            self._reads_seen, self._idle_since_ms = self._reads, now_ms
-        return now_ms - self._idle_since_ms >= ASYNCIO_LATE_S * 1000
-
-    def close(self) -> None:
-        """Stop watching in the loop and close the descriptor."""
-        loop, fd, self._loop, self._fd, self.active = self._loop, self._fd, None, -1, False
-        self._watched = False
-        if loop is None:
-            return
-
-        def detach() -> None:
-            loop.remove_reader(fd)
-            os.close(fd)
-
-        if threading.get_ident() == self._thread and not loop.is_closed():
-            detach()
-            return
-        try:
-            loop.call_soon_threadsafe(detach)
-        except RuntimeError:  # the loop is closed
-            os.close(fd)
-
-    def after_read(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-        """Call a function when the current read in this loop is over; False if it does not read in this thread."""
-        if self._after_read is None or loop is not self._loop or threading.get_ident() != self._thread:
-            return False
-        self._after_read.append(call)
-        return True
-
-    def _on_readable(self) -> None:
-        if self.active:
-            self._reads += 1
-            calls: list[Callable[[], None]] = []
-            self._after_read = calls
-            try:
-                self._read()
-            finally:
-                self._after_read = None
-                for call in calls:
-                    _call_and_log(call)
-            return
-        loop, fd = self._loop, self._fd  # the runtime's thread reads now
-        if loop is not None:
-            loop.remove_reader(fd)
-            self._watched = False
-
-
-def _call_and_log(call: Callable[[], None]) -> None:
-    try:
-        call()
-    except Exception:
-        _log.exception("the function that receives the end of a request failed")

@@ -45,8 +45,10 @@ class CallSlots:
     def give_back(self, caller: str) -> None:
         """Release a slot."""
         self.total -= 1
-        self._held[caller] -= 1
-        if not self._held[caller]:
+        left = self._held[caller] - 1
+        if left:
+            self._held[caller] = left
+        else:
             del self._held[caller]
 
 

@@ -99,7 +99,7 @@ class ConnectionTable(Generic[C]):
         if entry is None:
             return None
         closed = None
-        if connection in self._late:
+        if self._late and connection in self._late:
             closed = self._victim()
             if closed is None:
                 raise LimitReached(
@@ -108,9 +108,12 @@ class ConnectionTable(Generic[C]):
                 )
             del self._late[connection]
             self.remove(closed)
-        entry.calls = (entry.calls or 0) + 1
-        entry.group = caller or entry.group
-        if entry.calls == 1:
+        if caller:
+            entry.group = caller
+        if entry.calls:
+            entry.calls += 1
+        else:
+            entry.calls = 1
             self._serial += 1
             entry.serial = self._serial
         return closed

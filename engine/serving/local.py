@@ -21,7 +21,7 @@ from typing import Any
 from weftline.engine.repository import Repository
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions
 from weftline.engine.result import BorrowedResult, StreamedOutput
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Answer, Ask, Done, Observer, Record
 from weftline.engine.serving.config import ServedPipeline

@@ -23,7 +23,7 @@ from typing import Any
 from weftline.engine.metrics.registry import Metrics
 from weftline.engine.metrics.traces import Tracing, to_collector
 from weftline.engine.repository import Repository
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.rates import TokenRates

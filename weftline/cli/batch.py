@@ -31,7 +31,7 @@ from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
     from weftline.engine.jobs.rows import JobRunner
-    from weftline.engine.runtime.event_loop import Progress as Loading
+    from weftline.engine.runtime.opening import Progress as Loading
 
 
 ERROR_ROWS = StepError.exit_code

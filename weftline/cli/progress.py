@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from weftline.cli.show import printable
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from weftline.engine.jobs.runners.plans import (
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.session import Session, Source, plan_of
 from weftline.errors import (
     LimitReached,

@@ -12,7 +12,7 @@ from weftline.engine.jobs.runners.plans import block_rows_of, check_outputs, fin
 from weftline.engine.jobs.runners.session_runner import ROWS, SessionRunner
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
-from weftline.engine.runtime.event_loop import Progress
+from weftline.engine.runtime.opening import Progress
 from weftline.engine.session import Session
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.placement.machine import Machine

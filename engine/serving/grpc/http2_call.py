@@ -199,14 +199,17 @@ class GrpcCall:
 
     def _take_slot(self) -> None:
         """Count the call once its first message is there; LimitReached without a slot for its caller."""
-        server, count = self._connection.server, self.count
+        connection, count = self._connection, self.count
+        server = connection.server
         if count is OPENING:
             server.opening.discard(self)
         self.count = COUNTS[count, "free"]
         if self.counted:
             server.slots.take(self.caller.name)
             self.count = COUNTS[count, "take"]
-            self._connection.begin_counted(self.caller.name)
+            connection.counted_calls += 1
+            if connection.counted_calls == 1:
+                connection.become_busy(self.caller.name)
 
     def wait_for_message(self) -> None:
         """Count a call without a message; one of them is ended where there are too many."""
@@ -219,10 +222,12 @@ class GrpcCall:
 
     def _free_count(self) -> None:
         """Return what the call counts as."""
-        server = self._connection.server
+        connection, server = self._connection, self._connection.server
         if self.count is SLOT:
             server.slots.give_back(self.caller.name)
-            self._connection.end_counted()
+            connection.counted_calls -= 1
+            if not connection.counted_calls:
+                server.table.end_call(connection)
         elif self.count is OPENING:
             server.opening.discard(self)
         self.count = COUNTS[self.count, "free"]

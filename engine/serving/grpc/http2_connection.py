@@ -240,8 +240,16 @@ class GrpcConnection(asyncio.BufferedProtocol):
                     self._on_request(stream)
                 elif event is CLOSED:
                     self._on_closed(stream)
-                elif stream.call is not None and not stream.discard:
-                    self._on_received(stream.call, event)
+                elif (call := stream.call) is not None and not stream.discard:
+                    try:
+                        if event is BODY:
+                            call.on_body()
+                        else:
+                            call.on_end()
+                    except Exception as error:
+                        stream.body, stream.block = bytearray(), None
+                        stream.discard = True
+                        call.end(error)
             if self._begun:
                 begun, self._begun = self._begun, []
                 for call in begun:
@@ -310,17 +318,6 @@ class GrpcConnection(asyncio.BufferedProtocol):
         call.parent = parent
         return call
 
-    def _on_received(self, call: GrpcCall, event: str) -> None:
-        try:
-            if event is BODY:
-                call.on_body()
-            else:
-                call.on_end()
-        except Exception as error:
-            call.stream.body, call.stream.block = bytearray(), None
-            call.stream.discard = True
-            call.end(error)
-
     def _on_closed(self, stream: Http2Stream) -> None:
         call: GrpcCall | None = stream.call
         if call is not None:
@@ -331,20 +328,12 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self.server.calls -= 1
             call.on_closed()
 
-    def begin_counted(self, caller: str) -> None:
-        """Note that a call got a slot; LimitReached as `ConnectionTable.begin_call`."""
-        self.counted_calls += 1
+    def become_busy(self, caller: str) -> None:
+        """Note that the first call has a slot; LimitReached as `ConnectionTable.begin_call`."""
         self.new = False
-        if self.counted_calls == 1:
-            closed = self.server.table.begin_call(self, caller)
-            if closed is not None:
-                closed.close_for_another()
-
-    def end_counted(self) -> None:
-        """Note that a call gave its slot back."""
-        self.counted_calls -= 1
-        if not self.counted_calls:
-            self.server.table.end_call(self)
+        closed = self.server.table.begin_call(self, caller)
+        if closed is not None:
+            closed.close_for_another()
 
     def _balance_reading(self) -> None:
         """Read from the socket only while received work is done and responses are taken."""

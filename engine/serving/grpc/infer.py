@@ -129,47 +129,14 @@ class Inference:
             call.parent,
             len(data),
         )
-        started = _Started()
-        cancel = self.backend.try_submit(ask, partial(self._end, plan, ask, call, done, started))
+        started = _Started(self, plan, ask, call, done)
+        cancel = self.backend.try_submit(ask, started.end)
         if cancel is None:
             return None
         started.cancel = started.cancel or cancel
         return started
 
-    def _end(
-        self,
-        plan: RequestPlan,
-        ask: Ask,
-        call: CallContext,
-        done: Done,
-        started: _Started,
-        answer: Answer | BaseException,
-    ) -> None:
-        """Pass the encoded response of an answer, or the error, to `done`."""
-        if isinstance(answer, BaseException):
-            done(answer)
-            return
-        request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
-        size, room = answer.size_bytes, call.room
-        if (
-            answer.fetch is not None
-            or (room is not None and not room.is_free(size))
-            or (size > ENCODED_BYTES and Packed in map(type, answer.outputs.values()))
-        ):
-            encode = partial(self._encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
-            started.cancel = _run_in_task(self._encode_with_room((answer,), plan.info, call, encode), done)
-            return
-        try:
-            result: bytes | Exception = self._encode(
-                request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes
-            )
-        except Exception as error:
-            result = error
-        finally:
-            answer.release()
-        done(result)
-
-    async def _encode_with_room(
+    async def encode_with_room(
         self, answers: Sequence[Answer], info: ModelInfo, call: CallContext, encode: Callable[[], bytes]
     ) -> bytes:
         """Encode lent answers once there is room for the response."""
@@ -189,7 +156,7 @@ class Inference:
             call.reservation.resize(len(response))
         return response
 
-    def _encode(
+    def encode(
         self,
         request: InferRequest,
         info: ModelInfo,
@@ -276,22 +243,49 @@ class Inference:
             for answer in answers:
                 answer.release()
             raise
-        return await self._encode_with_room(
-            answers, info, call, partial(self._encode, request, info, asks, answers, parsed.batch, call, encode)
+        return await self.encode_with_room(
+            answers, info, call, partial(self.encode, request, info, asks, answers, parsed.batch, call, encode)
         )
 
 
 class _Started:
-    """Cancels a started request, or the task that encodes its answer."""
+    """A request that was started without a task; a call cancels it, or the task that encodes its answer."""
 
-    __slots__ = ("cancel",)
+    __slots__ = ("_ask", "_call", "_done", "_inference", "_plan", "cancel")
 
-    def __init__(self) -> None:
+    def __init__(self, inference: Inference, plan: RequestPlan, ask: Ask, call: CallContext, done: Done) -> None:
+        self._inference, self._plan, self._ask, self._call, self._done = inference, plan, ask, call, done
         self.cancel: Cancel | None = None
 
     def __call__(self) -> None:
         if self.cancel is not None:
             self.cancel()
+
+    def end(self, answer: Answer | BaseException) -> None:
+        """Pass the encoded response of an answer, or the error, to `done`."""
+        if isinstance(answer, BaseException):
+            self._done(answer)
+            return
+        inference, plan, ask, call = self._inference, self._plan, self._ask, self._call
+        request = InferRequest(ask.model, (), plan.wanted, plan.version, ask.id)
+        size, room = answer.size_bytes, call.room
+        if (
+            answer.fetch is not None
+            or (room is not None and not room.is_free(size))
+            or (size > ENCODED_BYTES and Packed in map(type, answer.outputs.values()))
+        ):
+            encode = partial(inference.encode, request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes)
+            self.cancel = _run_in_task(inference.encode_with_room((answer,), plan.info, call, encode), self._done)
+            return
+        try:
+            result: bytes | Exception = inference.encode(
+                request, plan.info, (ask,), (answer,), plan.batch, call, response_bytes
+            )
+        except Exception as error:
+            result = error
+        finally:
+            answer.release()
+        self._done(result)
 
 
 def _run_in_task(work: Coroutine[Any, Any, bytes], done: Done) -> Cancel:

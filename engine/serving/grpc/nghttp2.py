@@ -207,7 +207,6 @@ class Http2Stream:
         "closed",
         "discard",
         "error",
-        "field_count",
         "fields",
         "filled_bytes",
         "id",
@@ -220,7 +219,6 @@ class Http2Stream:
     def __init__(self, stream_id: int) -> None:
         self.id = stream_id
         self.fields: list[Field] = []
-        self.field_count = 0
         self.too_large = False
         self.body = bytearray()
         self.block: memoryview | None = None
@@ -321,11 +319,11 @@ def _on_header(
     session: Any, frame: Any, name: Any, name_size: int, value: Any, value_size: int, flags: int, user: Any
 ) -> int:
     connection = _c.from_handle(user)
-    connection._field_bytes += name_size + value_size + 32
-    connection._field_count += 1
-    if connection._field_bytes > connection._field_bytes_max or connection._field_count > FIELDS_MAX:
-        connection._excessive |= connection._field_bytes > EXCESS * connection._field_bytes_max
-        if connection._excessive or connection._field_count > FIELDS_MAX:
+    connection._field_bytes = size = connection._field_bytes + name_size + value_size + 32
+    connection._field_count = count = connection._field_count + 1
+    if size > connection._field_bytes_max or count > FIELDS_MAX:
+        connection._excessive |= size > EXCESS * connection._field_bytes_max
+        if connection._excessive or count > FIELDS_MAX:
             _lib.nghttp2_submit_rst_stream(session, 0, frame.stream_id, ENHANCE_YOUR_CALM)
             return _TEMPORAL_FAILURE  # the rest of this block is not passed on
         if connection._reading is not None:
@@ -346,7 +344,7 @@ def _on_header(
 def _on_frame(session: Any, frame: Any, user: Any) -> int:
     connection = _c.from_handle(user)
     kind, flags = frame.type, frame.flags
-    if kind in (HEADERS, DATA):
+    if kind <= HEADERS:  # or DATA
         stream = connection._streams.get(frame.stream_id)
         if kind == HEADERS:
             if stream is not None and stream is connection._reading:

@@ -19,7 +19,7 @@ import asyncio
 import math
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -97,215 +97,219 @@ class _Flow(FlowControl):
                 self._transport.resume_reading()
 
 
-@dataclass(slots=True)
-class _Unread:
-    """Unparsed bytes of all connections of a server."""
+class Connections:
+    """State that the connections of one server share. unread_bytes: received and not parsed yet."""
 
-    total: int = 0
+    def __init__(self, limits: ServeLimits) -> None:
+        self.limits = limits
+        self.table: ConnectionTable[LimitedProtocol] = ConnectionTable(limits.connections_max)
+        self.unread_bytes = 0
 
 
-def limited(limits: ServeLimits) -> type[asyncio.Protocol]:
-    """Return the protocol class for uvicorn's `http` setting."""
-    table: ConnectionTable[Any] = ConnectionTable(limits.connections_max)
-    unread = _Unread()
+class LimitedProtocol(HttpToolsProtocol):
+    """The protocol of uvicorn with the limits above. shared: state of all connections of its server."""
 
-    class LimitedProtocol(HttpToolsProtocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._kept = b""  # received and not parsed
-            self._in_body = False
-            self._body_left = 0  # of a body with a length
-            self._unparsed = 0  # bytes since the parser last finished something
-            self._headers_bytes = 0
-            self._body_bytes = 0
-            self._sending = True  # a request is expected, or on its way
-            self._began_s = self.loop.time()
-            self._timer: asyncio.TimerHandle | None = None
-            self._stall: asyncio.TimerHandle | None = None
+    def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shared = shared
+        self._limits = shared.limits
+        self._kept = b""  # received and not parsed
+        self._in_body = False
+        self._body_left = 0  # of a body with a length
+        self._unparsed = 0  # bytes since the parser last finished something
+        self._headers_bytes = 0
+        self._body_bytes = 0
+        self._sending = True  # a request is expected, or on its way
+        self._began_s = self.loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.flow = _Flow(transport, self._parse_kept)
-            closed = table.add(self, self.client[0] if self.client else "", self.loop.time())
-            if closed is not None:
-                closed.close_for_another()
-            if len(table) > limits.connections_max:
-                self.loop.call_later(LATE_S + 0.1, self._close_late)
-            self._timer = self.loop.call_later(limits.header_s, self._check_time)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._parse_kept)
+        closed = self._shared.table.add(self, self.client[0] if self.client else "", self.loop.time())
+        if closed is not None:
+            closed.close_for_another()
+        if len(self._shared.table) > self._limits.connections_max:
+            self.loop.call_later(LATE_S + 0.1, self._close_late)
+        self._timer = self.loop.call_later(self._limits.header_s, self._check_time)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._end_stall()
-            table.remove(self)
-            self._keep(b"")
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_stall()
+        self._shared.table.remove(self)
+        self._keep(b"")
+        super().connection_lost(exc)
 
-        def begin_call(self, caller: str) -> None:
-            """Note that a call with rights begins; LimitReached as `ConnectionTable.begin_call`."""
-            closed = table.begin_call(self, caller)
-            if closed is not None:
-                closed.close_for_another()
+    def begin_call(self, caller: str) -> None:
+        """Note that a call with rights begins; LimitReached as `ConnectionTable.begin_call`."""
+        closed = self._shared.table.begin_call(self, caller)
+        if closed is not None:
+            closed.close_for_another()
 
-        def end_call(self) -> None:
-            table.end_call(self)
+    def end_call(self) -> None:
+        self._shared.table.end_call(self)
 
-        def close_for_another(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
-                self.loop.call_later(CLOSE_S, self.transport.abort)
+    def close_for_another(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+            self.loop.call_later(CLOSE_S, self.transport.abort)
 
-        def _close_late(self) -> None:
-            for late in table.expired(self.loop.time()):
-                late.close_for_another()
+    def _close_late(self) -> None:
+        for late in self._shared.table.expired(self.loop.time()):
+            late.close_for_another()
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._set_user_timeout(max(STALL_S, _gone_s(limits)))  # a full receive window counts as unacknowledged
-            self._check_stall(None)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_user_timeout(max(STALL_S, _gone_s(self._limits)))  # a full receive window counts as unacknowledged
+        self._check_stall(None)
 
-        def resume_writing(self) -> None:
-            self._end_stall()
-            self._set_user_timeout(_gone_s(limits))
-            super().resume_writing()
+    def resume_writing(self) -> None:
+        self._end_stall()
+        self._set_user_timeout(_gone_s(self._limits))
+        super().resume_writing()
 
-        def _set_user_timeout(self, seconds: float) -> None:
-            if not self.transport.is_closing():
-                _set_unacknowledged_max(self.transport.get_extra_info("socket"), seconds)
+    def _set_user_timeout(self, seconds: float) -> None:
+        if not self.transport.is_closing():
+            _set_unacknowledged_max(self.transport.get_extra_info("socket"), seconds)
 
-        def _check_stall(self, unsent: int | None) -> None:
-            """Abort the connection if the client has read nothing of the response for STALL_S."""
-            now = self.transport.get_write_buffer_size()
-            if unsent is not None and now >= unsent:
-                self.transport.abort()
-            else:
-                self._stall = self.loop.call_later(STALL_S, self._check_stall, now)
+    def _check_stall(self, unsent: int | None) -> None:
+        """Abort the connection if the client has read nothing of the response for STALL_S."""
+        now = self.transport.get_write_buffer_size()
+        if unsent is not None and now >= unsent:
+            self.transport.abort()
+        else:
+            self._stall = self.loop.call_later(STALL_S, self._check_stall, now)
 
-        def _end_stall(self) -> None:
-            if self._stall is not None:
-                self._stall.cancel()
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            if self._kept:
-                self._keep(self._kept + data)
-            else:
-                self._parse(data)
-
-        def _parse(self, data: bytes) -> None:
-            """Parse bytes up to the end of a request; keep the rest while that request has no answer."""
-            while data and not self.transport.is_closing():
-                if self._blocked():
-                    self._keep(data)
-                    return
-                size = self._body_left or (CHUNKED_BYTES if self._in_body else SLICE_BYTES)
-                part, data = (data, b"") if size >= len(data) else (data[:size], data[size:])
-                if not self._sending:
-                    self._expect_request()
-                self._unparsed += len(part)
-                super().data_received(part)
-                if max(self._unparsed, self._headers_bytes) > limits.metadata_bytes_max and self._sending:
-                    self._refuse_headers()
-
-        def _blocked(self) -> bool:
-            """Return True while a request has no answer, or a body waits to be taken."""
-            answering = not self._sending and self.cycle is not None and not self.cycle.response_complete
-            return answering or self.flow.read_paused
-
-        def _keep(self, data: bytes) -> None:
-            unread.total += len(data) - len(self._kept)
-            self._kept = data
-            if not data:
-                return
-            self.flow.pause_reading()
-            if unread.total > UNREAD_BYTES_MAX:
-                self.transport.abort()
-
-        def _parse_kept(self) -> bool:
-            """Parse kept bytes in the next turn of the loop; returns False if there are none."""
-            if not self._kept:
-                return False
-            self.flow.read_paused = True  # until then
-            self.loop.call_soon(self._parse_now)
-            return True
-
-        def _parse_now(self) -> None:
-            self.flow.read_paused = False
-            data = self._kept
-            self._keep(b"")
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._kept:
+            self._keep(self._kept + data)
+        else:
             self._parse(data)
-            if not self.flow.read_paused and not self.transport.is_closing():
-                self.transport.resume_reading()
 
-        def on_message_begin(self) -> None:
-            self._headers_bytes = self._body_bytes = 0
-            super().on_message_begin()
-
-        def on_url(self, url: bytes) -> None:
-            self._headers_bytes += len(url)
-            super().on_url(url)
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._headers_bytes += len(name) + len(value) + 4
-            super().on_header(name, value)
-
-        def on_headers_complete(self) -> None:
-            self._unparsed = 0
-            if self._headers_bytes <= limits.metadata_bytes_max:
-                self.scope[TARGET] = self.url  # type: ignore[literal-required]
-                self.scope[CONNECTION] = self  # type: ignore[literal-required]
-                self._in_body, self._body_left = True, self._announced_bytes()
-                super().on_headers_complete()
-
-        def _announced_bytes(self) -> int:
-            """Return the length of a body that has one; the parser has checked it."""
-            lengths = [value for name, value in self.headers if name == b"content-length"]
-            chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-            return int(lengths[0]) if lengths and not chunked else 0
-
-        def on_body(self, body: bytes) -> None:
-            self._unparsed = 0
-            self._body_bytes += len(body)
-            self._body_left = max(0, self._body_left - len(body))
-            if self.cycle is not None:
-                super().on_body(body)
-
-        def on_message_complete(self) -> None:
-            self._unparsed = self._body_left = 0
-            self._in_body = False
-            if self._headers_bytes > limits.metadata_bytes_max or self.cycle is None:
+    def _parse(self, data: bytes) -> None:
+        """Parse bytes up to the end of a request; keep the rest while that request has no answer."""
+        while data and not self.transport.is_closing():
+            if self._blocked():
+                self._keep(data)
                 return
-            self._sending = False
-            super().on_message_complete()
+            size = self._body_left or (CHUNKED_BYTES if self._in_body else SLICE_BYTES)
+            part, data = (data, b"") if size >= len(data) else (data[:size], data[size:])
+            if not self._sending:
+                self._expect_request()
+            self._unparsed += len(part)
+            super().data_received(part)
+            if max(self._unparsed, self._headers_bytes) > self._limits.metadata_bytes_max and self._sending:
+                self._refuse_headers()
 
-        def _expect_request(self) -> None:
-            self._sending, self._began_s, self._unparsed = True, self.loop.time(), 0
-            self._headers_bytes = self._body_bytes = 0
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = self.loop.call_later(limits.header_s, self._check_time)
+    def _blocked(self) -> bool:
+        """Return True while a request has no answer, or a body waits to be taken."""
+        answering = not self._sending and self.cycle is not None and not self.cycle.response_complete
+        return answering or self.flow.read_paused
 
-        def _check_time(self) -> None:
-            if not self._sending or self.transport.is_closing():
-                return
-            counted = 0 if self.cycle is not None and self.cycle.response_complete else self._body_bytes
-            late_s = overdue_s(self.loop.time(), self._began_s, counted, limits.header_s)
-            if late_s < 0:
-                self._timer = self.loop.call_later(-late_s, self._check_time)
-            else:
-                self.transport.close()
+    def _keep(self, data: bytes) -> None:
+        self._shared.unread_bytes += len(data) - len(self._kept)
+        self._kept = data
+        if not data:
+            return
+        self.flow.pause_reading()
+        if self._shared.unread_bytes > UNREAD_BYTES_MAX:
+            self.transport.abort()
 
-        def _refuse_headers(self) -> None:
-            if not self.transport.is_closing():
-                text = b"the headers are larger than limits.metadata_bytes_max"
-                self.transport.write(
-                    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
-                    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
-                )
-                self.transport.close()
+    def _parse_kept(self) -> bool:
+        """Parse kept bytes in the next turn of the loop; returns False if there are none."""
+        if not self._kept:
+            return False
+        self.flow.read_paused = True  # until then
+        self.loop.call_soon(self._parse_now)
+        return True
 
-    return LimitedProtocol
+    def _parse_now(self) -> None:
+        self.flow.read_paused = False
+        data = self._kept
+        self._keep(b"")
+        self._parse(data)
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def on_message_begin(self) -> None:
+        self._headers_bytes = self._body_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._headers_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers_bytes += len(name) + len(value) + 4
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._unparsed = 0
+        if self._headers_bytes <= self._limits.metadata_bytes_max:
+            self.scope[TARGET] = self.url  # type: ignore[literal-required]
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]
+            self._in_body, self._body_left = True, self._announced_bytes()
+            super().on_headers_complete()
+
+    def _announced_bytes(self) -> int:
+        """Return the length of a body that has one; the parser has checked it."""
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        return int(lengths[0]) if lengths and not chunked else 0
+
+    def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
+        self._body_bytes += len(body)
+        self._body_left = max(0, self._body_left - len(body))
+        if self.cycle is not None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unparsed = self._body_left = 0
+        self._in_body = False
+        if self._headers_bytes > self._limits.metadata_bytes_max or self.cycle is None:
+            return
+        self._sending = False
+        super().on_message_complete()
+
+    def _expect_request(self) -> None:
+        self._sending, self._began_s, self._unparsed = True, self.loop.time(), 0
+        self._headers_bytes = self._body_bytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(self._limits.header_s, self._check_time)
+
+    def _check_time(self) -> None:
+        if not self._sending or self.transport.is_closing():
+            return
+        counted = 0 if self.cycle is not None and self.cycle.response_complete else self._body_bytes
+        late_s = overdue_s(self.loop.time(), self._began_s, counted, self._limits.header_s)
+        if late_s < 0:
+            self._timer = self.loop.call_later(-late_s, self._check_time)
+        else:
+            self.transport.close()
+
+    def _refuse_headers(self) -> None:
+        if not self.transport.is_closing():
+            text = b"the headers are larger than limits.metadata_bytes_max"
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
+            )
+            self.transport.close()
+
+
+def limited(limits: ServeLimits) -> Any:
+    """Return what uvicorn's `http` setting calls for each connection of a server."""
+    return partial(LimitedProtocol, Connections(limits))
 
 
 class ClientGone(Exception):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from weftline.engine.request import RequestOptions
-from weftline.engine.runtime.event_loop import ASYNCIO_LATE_S, AsyncioReader
+from weftline.engine.runtime.asyncio_reader import ASYNCIO_LATE_S, AsyncioReader
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.session import Session, load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weftline.engine.protocol import messages as msg
-from weftline.engine.runtime.event_loop import REPORTS_MAX, Opening
+from weftline.engine.runtime.opening import REPORTS_MAX, Opening
 
 
 def refused(step: str, why: str) -> msg.OpenFailed:

@@ -15,7 +15,7 @@ from tests.engine.fire import Gate, builder, settled, wait_until
 from tests.engine.serving.frontend.linked import linked, settle
 from tests.engine.serving.grpc.requests import request, text_request
 from weftline.engine.repository import Repository
-from weftline.engine.runtime.event_loop import AsyncioReader
+from weftline.engine.runtime.asyncio_reader import AsyncioReader
 from weftline.engine.serving.auth.gate import UNRESTRICTED, Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Backend, Record
