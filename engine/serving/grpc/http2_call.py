@@ -250,8 +250,9 @@ class GrpcCall:
             self._release()
         if self.count is not NOTHING:
             self._free_count()
-        if self._context is not None and self._context.reservation is not None:
+        if self._context is not None:
             self._context.settle()
+            self._context = None  # it refers to the call: each call would be left to the garbage collector
         cancel, self._cancel = self._cancel, None
         if self._timer is not None:
             self._timer.cancel()

@@ -829,6 +829,25 @@ def living() -> dict[str, int]:
     return found
 
 
+def test_calls_leave_nothing_to_the_garbage_collector(server: Served) -> None:
+    """Cycles of references would cost each call a share of the collector's passes over all objects."""
+    with Wire(server) as wire:
+        wire.send(wire.ask(1, call(), ASK))
+        assert wire.wait(1).status == OK
+        gc.collect()
+        gc.disable()
+        try:
+            kinds = 10 * [(call(), ASK), (call(), b""), (call(STREAM), ASK), (call(STREAM), message(b""))]
+            for at, (fields, data) in zip(range(3, 83, 2), kinds):
+                wire.send(wire.ask(at, fields, data))
+                wire.wait(at)
+            wait_until(lambda: transport(server).calls == 0)
+            left = [type(one).__name__ for one in gc.get_objects() if isinstance(one, GrpcCall | Http2Stream)]
+        finally:
+            gc.enable()
+        assert len(left) <= 2, left
+
+
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
 def test_connections_closed_in_the_middle_leave_nothing(server: Served, count: int) -> None:
     random_of = random.Random(5)
