@@ -129,7 +129,7 @@ async def control(target: Target) -> None:
 async def header_blocks(target: Target) -> None:
     large = with_fields(call(INFER, ATTACKER), *[(b"x-%d" % at, b"v" * 100) for at in range(110)])
     small = with_fields(call(INFER, ATTACKER), *[(b"x", b"")] * 400)
-    body = message(infer_request("one", 4))
+    body = message(infer_request("large", 4))
     await asyncio.gather(
         *(
             flood(target, target.grpc_port, 8, GREETING, lambda at, one=one: calls(at, lambda _: one, body))
@@ -160,7 +160,7 @@ async def deadlines(target: Target) -> None:
     block = with_fields(call(INFER, ATTACKER), (b"grpc-timeout", b"1m"))
     body = message(infer_request("large", 4))
     tensor = {"name": "x", "datatype": "UINT8", "shape": [1], "data": [1]}
-    http = http_request("POST", "/v2/models/one/infer", json.dumps({"inputs": [tensor]}).encode())
+    http = http_request("POST", "/v2/models/large/infer", json.dumps({"inputs": [tensor]}).encode())
     http = http.replace(b"\r\nhost", b"\r\nx-request-timeout-ms: 1\r\nhost")
     await asyncio.gather(
         flood(target, target.grpc_port, 8, GREETING, lambda at: calls(at, lambda _: block, body)),

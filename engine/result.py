@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("weftline.result")
+
+TURN_S = 0.002
+"""Time for the ends of requests in one turn of an event loop: thousands may end at once, such as at their deadline."""
 
 ENDS = frozenset({ev.Finish, ev.Fail, ev.Refuse})
 """Commands that end a request."""
@@ -82,7 +86,7 @@ class BorrowedResult:
     A server copies them once, into a message or into a client's memory; a Result would be a second copy. Until
     `release` the memory is not reused, and the version that ran the request cannot end. Usable in a with statement.
 
-    outputs:  by name; arrays are read-only views, absent ones None, and json values of more than ENCODED_BYTES are
+    outputs:  by name; arrays are read-only views, absent ones None. Json and detections of more than ENCODED_BYTES are
               Packed, alone and in lists: decoding them would stop the event loop. Invalid after `release`.
     timings:  one StepTiming for each step that ran, in the order they finished.
     total_ms: from the call to having every output.
@@ -463,11 +467,20 @@ class Mailbox:
     def _deliver(self, batch: deque[tuple[ReceiveEnd, ev.Command]]) -> None:
         with self._lock:
             self._batch = None  # later ends schedule another callback
-        for receive, end in batch:
+        self._pass_on(batch)
+
+    def _pass_on(self, batch: deque[tuple[ReceiveEnd, ev.Command]]) -> None:
+        """Pass ends on for TURN_S; what is left in later turns of the loop."""
+        until_s = time.monotonic() + TURN_S
+        while batch:
+            receive, end = batch.popleft()
             try:
                 receive(end)
             except Exception:
                 _log.exception("the function that receives the end of a request failed")
+            if batch and time.monotonic() > until_s:
+                asyncio.get_running_loop().call_soon(self._pass_on, batch)
+                return
 
 
 def _set_result(future: asyncio.Future[ev.Command], end: ev.Command) -> None:

@@ -354,7 +354,7 @@ class Session:
         caller: str = "",
         timed: Callable[[tuple[StepTiming, ...]], None] | None = None,
     ) -> AsyncGenerator[StreamedOutput, None]:
-        """Run one request and stream its outputs; for servers. `paths` and `caller` as for `borrow`.
+        """Run one request and stream its outputs; for servers. `paths`, `caller` and large json as for `borrow`.
 
         timed: called with the timings of the steps when the request has succeeded; an error has its own `timings`.
         """

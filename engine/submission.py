@@ -18,7 +18,7 @@ import numpy as np
 from weftline.engine.inputs import DecodeTimeout, RequestInputs, needs_decoding
 from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Packed, PendingTensor
-from weftline.engine.protocol.values import unpack
+from weftline.engine.protocol.values import owned_json, unpack
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import (
     ENDS,
@@ -238,7 +238,7 @@ class Submitter:
             started_ms = runtime.clock.now_ms()
             values = await _place_async(version, inputs, paths, options, started_ms, caller)
             event = submission(version, request, values, options, started_ms, pieces=True, caller=caller)
-            runtime.submit(event, _listener(version, reader.put))
+            runtime.submit(event, _listener(version, reader.put, encoded=True))
             while isinstance(item := await reader.get(), StreamedOutput):
                 yield item
             if not isinstance(item, ev.Finish):
@@ -289,13 +289,16 @@ def submission(
 
 
 def _listener(
-    version: Version, put: Callable[[StreamItem, int], ev.Event | None]
+    version: Version, put: Callable[[StreamItem, int], ev.Event | None], encoded: bool = False
 ) -> Callable[[ev.ForCaller], ev.Event | None]:
-    """Return a listener that copies outputs at once: if the request fails, their memory is reused."""
+    """Return a listener that copies outputs at once: if the request fails, their memory is reused.
+
+    encoded: large json and detections stay encoded, as in a BorrowedResult.
+    """
 
     def listen(command: ev.ForCaller) -> ev.Event | None:
         if isinstance(command, ev.OutputReady | ev.ChunkReady):
-            value = _copy_out(version, command.value)
+            value = _copy_out(version, command.value, encoded)
             whole = isinstance(command, ev.OutputReady)
             return put(StreamedOutput(command.output, value, whole), command.value.size_bytes)
         return put(command, 0)
@@ -303,9 +306,10 @@ def _listener(
     return listen
 
 
-def _copy_out(version: Version, value: Value) -> Any:
+def _copy_out(version: Version, value: Value, encoded: bool) -> Any:
+    arenas = version.runtime.fleet.arenas
     try:
-        return owned(unpack(value, version.runtime.fleet.arenas))
+        return (owned_json(value, arenas) if encoded else None) or owned(unpack(value, arenas))
     except (KeyError, ValueError):
         raise_if_closed(version)
         raise

@@ -37,6 +37,8 @@ __all__ = [
     "encoded_json",
     "is_of",
     "live",
+    "owned_json",
+    "owned_packed",
     "pack",
     "pack_pending",
     "side_by_side",
@@ -144,15 +146,32 @@ def unpack(value: Value, arenas: Mapping[int, HostArena]) -> Any:
     return str(data, "utf-8") if kind == "text" else _decode(kind, data)
 
 
-def encoded_json(value: Value, arenas: Mapping[int, HostArena]) -> Packed | None:
-    """Return large json as views of its encoded bytes; None for other values."""
+def encoded_json(
+    value: Value, arenas: Mapping[int, HostArena], kinds: Sequence[str] = ("json", "detections")
+) -> Packed | None:
+    """Return a large value of kinds that are written as JSON as views of its encoded bytes; None for other values."""
     if value.size_bytes <= ENCODED_BYTES:
         return None
-    if value.kind == "json":
+    if value.kind in kinds:
         return _encoded(value, arenas)
-    if value.kind == "list" and value.items and all(one.kind == "json" for one in value.items):
-        return Packed("list", items=tuple(_encoded(one, arenas) for one in value.items))
+    found = {one.kind for one in value.items or ()}
+    if value.kind == "list" and len(found) == 1 and found <= set(kinds):
+        return Packed("list", items=tuple(_encoded(one, arenas) for one in value.items or ()))
     return None
+
+
+def owned_json(value: Value, arenas: Mapping[int, HostArena], kinds: Sequence[str] = ("json", "detections")) -> Any:
+    """Return a copy of what `encoded_json` returns."""
+    return owned_packed(encoded_json(value, arenas, kinds))
+
+
+def owned_packed(value: Any) -> Any:
+    """Return a value with copies of its bytes if it is encoded, else the value itself."""
+    if value.__class__ is not Packed:
+        return value
+    if value.items is None:
+        return Packed(value.kind, data=bytes(value.data))
+    return Packed(value.kind, items=tuple(map(owned_packed, value.items)))
 
 
 def _encoded(value: Value, arenas: Mapping[int, HostArena]) -> Packed:
@@ -161,7 +180,7 @@ def _encoded(value: Value, arenas: Mapping[int, HostArena]) -> Packed:
 
 
 def decoded_json(value: Any) -> Any:
-    """Return an output of a server as a Python value, also if it is large json; what is not encoded is returned."""
+    """Return an output of a server as a Python value, also if it is encoded."""
     return live(value, {}) if value.__class__ is Packed else value
 
 

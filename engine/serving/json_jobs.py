@@ -7,7 +7,9 @@ json values. Parsing and the objects that it creates delay no other request.
     Document    a JSON document                 -> its value
     RestBody    the body of a v2 REST request   -> an InferRequest whose tensors are raw
     CheckJson   an encoded json value           -> nothing
-    Write       encoded json values             -> the elements of a BYTES tensor
+    Write       encoded json or detections      -> the elements of a BYTES tensor
+    Numbers     elements of a tensor            -> the JSON list of them
+    Generated   encoded outputs of an llm       -> an OpenAI response, or the events that end a stream
 
 Pure.
 """
@@ -15,17 +17,21 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from weftline.engine.protocol.values import pack
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import live, pack
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.binary_tensors import BinaryOutputs, read_request
+from weftline.engine.serving.http.binary_tensors import BinaryOutputs, elements_of, read_request
+from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
 from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of
 from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
 from weftline.engine.serving.v2.strict_json import check_count, loads
 from weftline.errors import InputError
+from weftline.nodes.detections import Detections
 from weftline.nodes.json_value import json_text
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import is_json
@@ -62,12 +68,34 @@ class CheckJson(msgspec.Struct, frozen=True, tag=True):
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Write the values of a list of encoded json values as JSON text. whole: as one list, else each as an element."""
+    """Write the values of a list of encoded values as JSON text. whole: as one list, else each as an element.
+
+    kind: of the values, json or detections.
+    """
 
     whole: bool
+    kind: str = "json"
 
 
-Job = Elements | Document | RestBody | CheckJson | Write
+class Numbers(msgspec.Struct, frozen=True, tag=True):
+    """Write the elements of a tensor, numbers or texts, as a JSON list; see `elements_of`. name: of the output."""
+
+    name: str
+    datatype: str
+    count: int
+
+
+class Generated(msgspec.Struct, frozen=True, tag=True):
+    """Write a `Completion` from a list of the outputs of each prompt: encoded values by output, each as `packed`.
+
+    sent: characters of each output that a stream has sent; None: the response is whole.
+    """
+
+    completion: Completion
+    sent: dict[str, int] | None = None
+
+
+Job = Elements | Document | RestBody | CheckJson | Write | Numbers | Generated
 
 PARSED = frozenset({"json", "detections", "list"})
 """Kinds of elements that are JSON documents."""
@@ -89,7 +117,27 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
         return _pack(_Read(tuple(map(_sent, request.inputs)), request.outputs, request.id, request.parameters, wanted))
     if isinstance(job, Write):
         return _written(job, data)
+    if isinstance(job, Numbers):
+        return json_text(elements_of(job.name, job.datatype, job.count, data))
+    if isinstance(job, Generated):
+        try:
+            answers = [{name: _value(one) for name, one in outputs.items()} for outputs in _outputs(data)]
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise InputError("an output's worker sent bytes that hold no json value") from None
+        if job.sent is None:
+            return job.completion.whole(answers)
+        return _pack(job.completion.ending(answers[0], job.sent))
     return _check(data)
+
+
+def generated(answers: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the data of a Generated job: outputs of each prompt, of which some are Packed."""
+    return _pack([{name: _sent_value(one) for name, one in outputs.items()} for outputs in answers])
+
+
+def events(answer: bytes) -> list[bytes]:
+    """Decode the result of a Generated job for a stream."""
+    return _documents(answer)
 
 
 def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs]:
@@ -127,6 +175,29 @@ class _Read(msgspec.Struct, frozen=True, array_like=True):
     wanted: BinaryOutputs
 
 
+class _Output(msgspec.Struct, frozen=True, array_like=True):
+    """An output: encoded values of one kind, one or a list of them; or a plain value."""
+
+    kind: str
+    data: list[bytes]
+    plain: Any
+
+
+def _sent_value(value: Any) -> _Output:
+    if not isinstance(value, Packed):
+        return _Output("", [], value)
+    parts = list(value.leaves())
+    return _Output("list" if value.items is not None else "one", [one.data for one in parts], None)
+
+
+def _value(output: _Output) -> Any:
+    if not output.kind:
+        return output.plain
+    values = [_unpack(one) for one in output.data]
+    return values if output.kind == "list" else values[0]
+
+
+_outputs = msgspec.msgpack.Decoder(list[dict[str, _Output]]).decode
 _read = msgspec.msgpack.Decoder(_Read).decode
 _documents = msgspec.msgpack.Decoder(list[bytes]).decode
 
@@ -159,10 +230,15 @@ def _expect_count(tensor: Tensor, values: Sequence[object]) -> None:
 
 def _written(job: Write, data: bytes | memoryview) -> bytes:
     try:
-        values = [_unpack(one) for one in _documents(data)]
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise InputError("found bytes that are no json value") from None
+        values = [_json_of(job.kind, one) for one in _documents(data)]
+    except (msgspec.MsgspecError, ValueError, IndexError, RecursionError):
+        raise InputError(f"found bytes that are no {job.kind} value") from None
     return encode_elements([json_text(values)] if job.whole else [json_text(one) for one in values])
+
+
+def _json_of(kind: str, data: bytes) -> Any:
+    value = live(Packed(kind, data=data), {})
+    return value.to_json() if isinstance(value, Detections) else value
 
 
 def _check(data: bytes | memoryview) -> bytes:

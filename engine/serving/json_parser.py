@@ -6,6 +6,8 @@ it again; the worker that reads it decodes it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,14 +17,22 @@ from weftline.engine.protocol.values import LIST_ITEMS_MAX
 from weftline.engine.serving import json_jobs as jobs
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.binary_tensors import BODY_VALUES, BinaryOutputs, header_bytes, read_request
+from weftline.engine.serving.http.binary_tensors import (
+    BODY_VALUES,
+    BinaryOutputs,
+    header_bytes,
+    large_outputs,
+    read_request,
+    response_body,
+)
 from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.model_info import ModelInfo
+from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
 from weftline.engine.serving.v2.elements import Written, element_bytes, encode_elements
-from weftline.engine.serving.v2.messages import InferRequest, Tensor
+from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Tensor
 from weftline.engine.serving.v2.request import check_request, tensor_bytes
 from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError, StepError
@@ -107,15 +117,49 @@ class JsonParser:
         """Write the large json outputs of an answer as elements, which takes as long as parsing them."""
         for name, value in answer.outputs.items():
             if isinstance(value, Packed):
-                port = info.output(name)
-                listed = value.items is not None and port is not None and form_of(port.type).listed
-                parts = tuple(value.leaves())
-                job = jobs.Write(whole=value.items is not None and not listed)
-                try:
-                    raw = await self.queue.run(job, msgspec.msgpack.encode([one.data for one in parts]), caller)
-                except InputError:
-                    raise StepError(f"output {name}: its worker sent bytes that hold no {value.kind}") from None
-                answer.outputs = {**answer.outputs, name: Written(raw, len(parts) if listed else 1)}
+                answer.outputs = {**answer.outputs, name: await self.written(name, value, info, caller)}
+
+    async def written(self, name: str, value: Packed, info: ModelInfo, caller: str = "") -> Written:
+        """Write a large output, or item of a stream, as elements; StepError if it is none of its kind."""
+        port = info.output(name)
+        listed = value.items is not None and port is not None and form_of(port.type).listed
+        parts = tuple(value.leaves())
+        job = jobs.Write(value.items is not None and not listed, parts[0].kind)
+        try:
+            raw = await self.queue.run(job, msgspec.msgpack.encode([one.data for one in parts]), caller)
+        except InputError:
+            raise StepError(f"output {name}: its worker sent bytes that hold no {value.kind}") from None
+        return Written(raw, len(parts) if listed else 1)
+
+    async def rest_response(
+        self, response: InferResponse, wanted: BinaryOutputs, caller: str = ""
+    ) -> tuple[bytes, int | None]:
+        """Return a v2 REST body, as `response_body`."""
+        written = {}
+        for one in large_outputs(response, wanted):
+            job = jobs.Numbers(one.name, one.datatype, math.prod(one.shape))
+            written[one.name] = await self.queue.run(job, memoryview(one.raw or b"").cast("B"), caller)
+        return response_body(response, wanted, written)
+
+    async def completion(self, completion: Completion, answers: Sequence[Mapping[str, Any]], caller: str = "") -> bytes:
+        """Return an OpenAI response; answers: outputs of each prompt, of which large ones are Packed."""
+        if not _has_packed(answers):
+            return completion.whole(answers)
+        return await self._generated(jobs.Generated(completion), answers, caller)
+
+    async def ending(
+        self, completion: Completion, outputs: Mapping[str, Any], sent: Mapping[str, int], caller: str = ""
+    ) -> list[bytes]:
+        """Return the events that end a stream; sent: characters of each output that were sent before."""
+        if not _has_packed([outputs]):
+            return completion.ending(outputs, sent)
+        return jobs.events(await self._generated(jobs.Generated(completion, dict(sent)), [outputs], caller))
+
+    async def _generated(self, job: jobs.Generated, answers: Sequence[Mapping[str, Any]], caller: str) -> bytes:
+        try:
+            return await self.queue.run(job, jobs.generated(answers), caller)
+        except InputError as error:
+            raise StepError(str(error)) from None
 
     async def check(self, name: str, value: Packed, caller: str = "") -> None:
         """Raise InputError unless an encoded input consists of valid json values; its sender may be hostile."""
@@ -124,6 +168,10 @@ class JsonParser:
                 await self.queue.run(jobs.CheckJson(), one.data, caller)
             except InputError as error:
                 raise InputError(f"input {name}: {error}") from None
+
+
+def _has_packed(answers: Sequence[Mapping[str, Any]]) -> bool:
+    return any(isinstance(value, Packed) for outputs in answers for value in outputs.values())
 
 
 def _size_bytes(tensor: Tensor) -> int:

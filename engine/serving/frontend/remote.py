@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from weftline.engine.protocol.messages import CHUNK_OVERHEAD_BYTES, Value
-from weftline.engine.result import StreamedOutput, owned
+from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer, Ask, Done
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
-from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_outputs, unpack_value
+from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_chunk, unpack_outputs
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.logs import dropped_lines
 from weftline.engine.serving.model_info import ModelInfo, ModelState
@@ -433,7 +433,7 @@ class ResponseStream:
         if isinstance(received, Exception):
             raise received
         try:
-            value = owned(unpack_value(received.value, self._responses))
+            value = unpack_chunk(received.value, self._responses)
         finally:
             self._release(received)
         if not received.last:

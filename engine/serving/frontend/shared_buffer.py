@@ -28,7 +28,8 @@ import numpy as np
 
 from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Layout, Packed, PendingTensor
-from weftline.engine.protocol.values import encoded_json, pack, unpack
+from weftline.engine.protocol.values import encoded_json, owned_json, pack, unpack
+from weftline.engine.result import owned
 from weftline.engine.serving.frontend.messages import ARENA, NO_BLOCK
 from weftline.errors import InputError, LimitReached, StepError
 from weftline.nodes.detections import Detections
@@ -238,18 +239,13 @@ def unpack_outputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, A
 
 def unpack_inputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
     """Decode inputs; large json is copied and stays encoded, for `JsonParser.check`."""
-    return {name: _packed_json(value, arena) or unpack_value(value, arena) for name, value in values.items()}
+    arenas = {ARENA: arena}
+    return {name: owned_json(value, arenas, ("json",)) or unpack_value(value, arena) for name, value in values.items()}
 
 
-def _packed_json(value: Value, arena: HostArena) -> Packed | None:
-    encoded = encoded_json(value, {ARENA: arena})
-    if encoded is None or encoded.items is None:
-        return encoded and _copied(encoded)
-    return Packed(encoded.kind, items=tuple(map(_copied, encoded.leaves())))
-
-
-def _copied(encoded: Packed) -> Packed:
-    return Packed(encoded.kind, data=bytes(encoded.data))
+def unpack_chunk(value: Value, arena: HostArena) -> Any:
+    """Decode an item of a stream as the reader's own; large json stays encoded."""
+    return owned_json(value, {ARENA: arena}) or owned(unpack_value(value, arena))
 
 
 def _pack_bytes(value: bytes | bytearray | memoryview, name: str) -> Packed:

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
+from weftline.engine.protocol.packed import Packed
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import value_bytes
 from weftline.engine.serving.grpc.infer import Inference
@@ -220,12 +222,16 @@ class InferStream:
         chunk: StreamedOutput | None,
         final: bool = False,
     ) -> None:
+        size_bytes = 0 if chunk is None else value_bytes(chunk.value)
         if chunk is None:
             response = InferResponse(info.name, str(info.version), request.id, ())
         else:
+            if isinstance(chunk.value, Packed):
+                written = await self._inference.json.written(chunk.output, chunk.value, info, call.caller.name)
+                chunk = replace(chunk, value=written)
             response = to_chunk_response(request, info, chunk, info.version)
         await self._wait_writable()
-        await call.reserve(0 if chunk is None else value_bytes(chunk.value))
+        await call.reserve(size_bytes)
         await self._write(_flagged_bytes(response, final))
         call.settle()
 

@@ -33,7 +33,7 @@ from weftline.engine.serving.v2.messages import (
     parameters_of,
     region_of,
 )
-from weftline.engine.serving.v2.strict_json import loads
+from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError
 from weftline.nodes.json_value import json_text
 
@@ -80,27 +80,34 @@ def read_request(
     return InferRequest(model, inputs, outputs, version, _text(head, "id", ""), asked), BinaryOutputs(named, rest)
 
 
-def response_body(response: InferResponse, wanted: BinaryOutputs) -> tuple[bytes, int | None]:
-    """Return a body and the length of its JSON (None: all of it). Bytes of tensors are copied once."""
-    parts: list[bytes | memoryview] = []
-    outputs = []
+def response_body(
+    response: InferResponse, wanted: BinaryOutputs, written: Mapping[str, bytes] | None = None
+) -> tuple[bytes, int | None]:
+    """Return a body and the length of its JSON (None: all of it). Bytes of tensors are copied once.
+
+    written: elements of large outputs, as JSON lists.
+    """
+    binary: list[bytes | memoryview] = []
+    outputs: list[bytes] = []
     for one in response.outputs:
         tensor: dict[str, Any] = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
         parameters: dict[str, Any] = dict(one.parameters)
+        elements = None
         if one.region is not None:
             parameters |= parameters_of(one.region)
         elif wanted.binary(one.name):
             raw = _raw(one)
             parameters[SIZE] = len(raw)
-            parts.append(raw)
-        else:
-            tensor["data"] = _data(one)
-        outputs.append(tensor | ({"parameters": parameters} if parameters else {}))
+            binary.append(raw)
+        elif written is None or (elements := written.get(one.name)) is None:
+            tensor["data"] = elements_of(one.name, one.datatype, math.prod(one.shape), _raw(one))
+        text = json_text(tensor | ({"parameters": parameters} if parameters else {}))
+        outputs += [b",", text] if elements is None else [b",", text[:-1], b',"data":', elements, b"}"]
     head: dict[str, Any] = {"model_name": response.model, "model_version": response.version}
     head |= {"id": response.id} if response.id else {}
     head |= {"parameters": dict(response.parameters)} if response.parameters else {}
-    json = json_text(head | {"outputs": outputs})
-    return b"".join([json, *parts]), len(json) if parts else None
+    json = [json_text(head)[:-1], b',"outputs":[', *outputs[1:], b"]}"]
+    return b"".join([*json, *binary]), sum(map(len, json)) if binary else None
 
 
 class _Behind:
@@ -216,14 +223,22 @@ def _raw(one: Tensor) -> bytes | memoryview:
     return memoryview(one.raw).cast("B") if not isinstance(one.raw, bytes) else one.raw
 
 
-def _data(one: Tensor) -> list[Any]:
-    raw = _raw(one)
-    if one.datatype == BYTES:
+def large_outputs(response: InferResponse, wanted: BinaryOutputs) -> list[Tensor]:
+    """Return the outputs that are written as JSON and are large."""
+    return [
+        one for one in response.outputs
+        if one.region is None and not wanted.binary(one.name) and one.raw is not None and len(one.raw) > INLINE_BYTES
+    ]  # fmt: skip
+
+
+def elements_of(name: str, datatype: str, count: int, raw: bytes | memoryview) -> list[Any]:
+    """Return the elements of an output as JSON values; InputError if JSON cannot express them. name: of the output."""
+    if datatype == BYTES:
         try:
-            return [str(element, "utf-8") for element in decode_elements(raw, math.prod(one.shape))]
+            return [str(element, "utf-8") for element in decode_elements(raw, count)]
         except UnicodeDecodeError:
-            raise InputError(f"output {one.name} is not UTF-8: ask for it with {ONE}") from None
-    if one.datatype == "BF16":
-        raise InputError(f"output {one.name} is BF16, which JSON cannot express: ask for it with {ONE}")
-    numbers: list[Any] = np.frombuffer(raw, NUMPY[one.datatype]).tolist()
+            raise InputError(f"output {name} is not UTF-8: ask for it with {ONE}") from None
+    if datatype == "BF16":
+        raise InputError(f"output {name} is BF16, which JSON cannot express: ask for it with {ONE}")
+    numbers: list[Any] = np.frombuffer(raw, NUMPY[datatype]).tolist()
     return numbers

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from weftline.engine.protocol.values import decoded_json
+from weftline.engine.protocol.values import decoded_json, owned_packed
 from weftline.engine.result import StreamedOutput, owned
 from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
@@ -71,15 +71,16 @@ class HttpContext:
         """Return True while new work is accepted and no model has failed, as the gRPC server does."""
         return self.serving.on and server_ready(self.backend.index())
 
-    async def outputs(self, request: Request, ask: Ask) -> dict[str, Any]:
-        """Return copies of a request's outputs."""
+    async def outputs(self, request: Request, ask: Ask, encoded: bool = False) -> dict[str, Any]:
+        """Return copies of a request's outputs. encoded: large json stays Packed."""
         with await self.backend.ask(ask) as answer:
             await room_of(request).take(answer.size_bytes)
             await answer.load()
             request.scope[SPAN] = answer.traceparent
             if self.trace.active:
                 self.trace.note(ask, answer.timings, answer.total_ms)
-            return {name: decoded_json(owned(value)) for name, value in answer.outputs.items()}
+            copy = owned_packed if encoded else decoded_json
+            return {name: copy(owned(value)) for name, value in answer.outputs.items()}
 
     async def begin(
         self, request: Request, ask: Ask

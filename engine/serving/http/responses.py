@@ -73,7 +73,7 @@ def _openai_body(error: BaseException, reply: ErrorReply, code: int) -> dict[str
     return {"error": {"message": reply.message, "type": kind, "param": param, "code": name}}
 
 
-def event(value: Mapping[str, Any]) -> bytes:
+def event(value: Mapping[str, Any] | msgspec.Raw) -> bytes:
     """Encode a JSON value as one server-sent event. JSON contains no line ends, so the value is one line."""
     return b"data: %b\n\n" % msgspec.json.encode(value)
 

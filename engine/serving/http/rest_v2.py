@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.serving.backend import Answer
-from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs, response_body
+from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs
 from weftline.engine.serving.http.body import body_of, json_object_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of, room_of
@@ -188,7 +188,7 @@ class Infer:
                 for one, answer in zip(asked.asks, answers, strict=True):
                     self._context.trace.note(one, answer.timings, answer.total_ms)
             response = to_response(asking, info, answers, asked.batch, self._context.shared_memory)
-            body, length = response_body(response, wanted)
+            body, length = await self._context.json.rest_response(response, wanted, caller_of(request).name)
         finally:
             for answer in answers:
                 answer.release()

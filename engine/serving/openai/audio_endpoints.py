@@ -120,7 +120,7 @@ async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[b
         async for _, delta in deltas:
             yield event({"type": "transcript.text.delta", "delta": delta})
     whole = text.outputs.get(output) or ""
-    if rest := text.rest(output, whole):
+    if rest := whole[text.sent[output] :]:
         yield event({"type": "transcript.text.delta", "delta": rest})
     yield event({"type": "transcript.text.done", "text": whole})
     yield DONE

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.result import StreamedOutput
@@ -23,7 +26,7 @@ from weftline.engine.serving.http.body import json_object_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import unsupported
-from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response
+from weftline.engine.serving.http.responses import DONE, JSON, EventStream, event, json_response
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
@@ -48,10 +51,10 @@ from weftline.engine.serving.openai.ports import (
 from weftline.engine.serving.openai.responses import (
     AnswerHeader,
     ChatFormat,
+    Completion,
     Format,
     TextFormat,
     Usage,
-    choices_of,
     usage_of,
 )
 from weftline.errors import InputError, StepError
@@ -67,18 +70,21 @@ class Endpoint:
     async def _object(self, request: Request) -> dict[str, Any]:
         return await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
 
-    async def _outputs_of(self, request: Request, asks: Sequence[Ask], field: str = "") -> list[dict[str, Any]]:
+    async def _outputs_of(
+        self, request: Request, asks: Sequence[Ask], field: str = "", encoded: bool = False
+    ) -> list[dict[str, Any]]:
         """Run requests concurrently and return their outputs; the first error cancels the others.
 
-        field: field with a list of values, one for each request, which is named in an InputError; '': none is.
+        field:   field with a list of values, one for each request, which is named in an InputError; '': none is.
+        encoded: large json stays Packed.
         """
         wheres = [f"{field}[{place}]: " if field else "" for place in range(len(asks))]
-        runs = [self._outputs(request, one, where) for one, where in zip(asks, wheres, strict=True)]
+        runs = [self._outputs(request, one, where, encoded) for one, where in zip(asks, wheres, strict=True)]
         return await while_connected(request.receive, gather_or_cancel(runs))
 
-    async def _outputs(self, request: Request, ask: Ask, where: str) -> dict[str, Any]:
+    async def _outputs(self, request: Request, ask: Ask, where: str, encoded: bool) -> dict[str, Any]:
         try:
-            return await self._context.outputs(request, ask)
+            return await self._context.outputs(request, ask, encoded)
         except InputError as error:
             if not where:
                 raise
@@ -112,16 +118,6 @@ Prompts = tuple[GenerationBody, AnswerPorts, Sequence[Mapping[str, Any]]]
 """A parsed body, the model's ports, and the inputs of each prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A parsed chat or completion request: an Ask for each prompt, and `body.n` answers to each."""
-
-    body: GenerationBody
-    ports: AnswerPorts
-    format: Format
-    asks: tuple[Ask, ...]
-
-
 class GenerationEndpoint(Endpoint, ABC):
     """Handler of a route that generates text, in one response or in chunks."""
 
@@ -129,22 +125,29 @@ class GenerationEndpoint(Endpoint, ABC):
 
     async def create(self, request: Request) -> ASGIApp:
         body, ports, inputs = self._read(request, await self._object(request))
-        generation = self._generation(request, body, ports, inputs)
-        if body.stream and len(generation.asks) > 1:
+        asks = self._asks(request, body, ports, inputs)
+        if body.stream and len(asks) > 1:
             raise unsupported("prompt", "one prompt streams at a time; send a request for each")
-        created = int(self._context.now_s())
+        completion, caller = self._completion(body, ports), caller_of(request).name
         with body.naming_fields():
             if body.stream:
                 texts = [name for name in (ports.output, ports.reasoning) if name]
-                text = await self._text(request, generation.asks[0], *texts)
-                header = AnswerHeader(self.format.chunk_object, body.model, created)
-                return EventStream(chunks(generation, header, text))
-            answers = await self._outputs_of(request, generation.asks)
-        return json_response(completion(generation, AnswerHeader(self.format.object, body.model, created), answers))
+                text = await self._text(request, asks[0], *texts)
+                ending = partial(self._context.json.ending, caller=caller)
+                return EventStream(chunks(body, completion, text, ending))
+            answers = await self._outputs_of(request, asks, encoded=True)
+        return Response(await self._context.json.completion(completion, answers, caller), media_type=JSON)
 
-    def _generation(
+    def _completion(self, body: GenerationBody, ports: AnswerPorts) -> Completion:
+        kind = self.format.chunk_object if body.stream else self.format.object
+        header = AnswerHeader(kind, body.model, int(self._context.now_s()))
+        logprobs = body.top_logprobs_count is not None
+        return Completion(header, ports, isinstance(self.format, ChatFormat), logprobs, body.n, body.usage_in_stream)
+
+    def _asks(
         self, request: Request, body: GenerationBody, ports: AnswerPorts, inputs: Sequence[Mapping[str, Any]]
-    ) -> Generation:
+    ) -> list[Ask]:
+        """Return a request of the caller for each prompt, with `body.n` answers each."""
         common: dict[str, Any] = {}
         sampling = body.sampling()
         if ports.sampling is None:
@@ -159,7 +162,7 @@ class GenerationEndpoint(Endpoint, ABC):
         outputs = [name for name in wanted if name]
         asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
         caller_of(request).spend(len(asks) * body.n - 1)
-        return Generation(body, ports, self.format, tuple(asks))
+        return asks
 
     @abstractmethod
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
@@ -189,14 +192,18 @@ class Completions(GenerationEndpoint):
 
 
 class StreamedText:
-    """Streamed outputs of text, and the complete values of all outputs. texts: names of the former."""
+    """Streamed outputs of text, and the complete values of all outputs. texts: names of the former.
+
+    sent:    characters of each of the former that were yielded.
+    outputs: the latter; large json is Packed.
+    """
 
     def __init__(
         self, texts: Sequence[str], first: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
     ) -> None:
         self._first = first
         self._stream = stream
-        self._chars = dict.fromkeys(texts, 0)
+        self.sent = dict.fromkeys(texts, 0)
         self.outputs: dict[str, Any] = {}
 
     async def deltas(self) -> AsyncGenerator[tuple[str, str], None]:
@@ -206,47 +213,31 @@ class StreamedText:
             while chunk is not None:
                 if chunk.last:
                     self.outputs[chunk.output] = chunk.value
-                elif chunk.output in self._chars and chunk.value:
-                    self._chars[chunk.output] += len(chunk.value)
+                elif chunk.output in self.sent and chunk.value:
+                    self.sent[chunk.output] += len(chunk.value)
                     yield chunk.output, chunk.value
                 chunk = await anext(self._stream, None)
         finally:
             await self._stream.aclose()
 
-    def rest(self, output: str | None, text: str) -> str:
-        """Return the part of an output's complete text that was not yielded."""
-        return text[self._chars.get(output or "", 0) :]
+
+Ending = Callable[[Completion, Mapping[str, Any], Mapping[str, int]], Awaitable[list[bytes]]]
+"""`JsonParser.ending` for a caller."""
 
 
-def completion(generation: Generation, header: AnswerHeader, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the outputs of every prompt as one response body."""
-    body, ports, usage = generation.body, generation.ports, Usage()
-    choices: list[dict[str, Any]] = []
-    for place, outputs in enumerate(answers):
-        usage += usage_of(outputs.get(ports.usage or ""))
-        found = choices_of(outputs, ports, body.top_logprobs_count is not None, place * body.n)
-        choices += map(generation.format.whole, found)
-    return header.to_json(choices) | {"usage": usage.to_json()}
-
-
-async def chunks(generation: Generation, header: AnswerHeader, text: StreamedText) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a streamed answer: its text, the rest of each choice, usage."""
-    body, ports, format = generation.body, generation.ports, generation.format
-    common = header.to_json([]) | ({"usage": None} if body.usage_in_stream else {})
+async def chunks(
+    body: GenerationBody, completion: Completion, text: StreamedText, ending: Ending
+) -> AsyncGenerator[bytes, None]:
+    """Yield the events of a streamed answer: its text, and its ending."""
+    common, format = completion.common, completion.format
     with body.naming_fields():
         async with contextlib.aclosing(text.deltas()) as deltas:
             for choice in format.opening():
                 yield event(common | {"choices": [choice]})
             async for output, delta in deltas:
-                yield event(common | {"choices": [format.delta(delta, output == ports.reasoning)]})
-    for one in choices_of(text.outputs, ports, body.top_logprobs_count is not None, 0):
-        rests = one.text, one.reasoning
-        if one.index == 0:
-            rests = text.rest(ports.output, one.text), text.rest(ports.reasoning, one.reasoning)
-        for choice in format.ending(one, *rests):
-            yield event(common | {"choices": [choice]})
-    if body.usage_in_stream:
-        yield event(common | {"usage": usage_of(text.outputs.get(ports.usage or "")).to_json()})
+                yield event(common | {"choices": [format.delta(delta, output == completion.ports.reasoning)]})
+    for one in await ending(completion, text.outputs, text.sent):
+        yield event(msgspec.Raw(one))
     yield DONE
 
 
@@ -273,10 +264,11 @@ class Embeddings(Endpoint):
             if outputs[ports.output] is not None:
                 body.check_dimensions(len(outputs[ports.output]))
         as_text = body.encoding_format == "base64"
-        data = [
-            {"object": "embedding", "index": place, "embedding": _encoded(outputs[ports.output], as_text, body.model)}
-            for place, outputs in enumerate(answers)
-        ]
+        data = []
+        for place, outputs in enumerate(answers):
+            vector = msgspec.Raw(msgspec.json.encode(_encoded(outputs[ports.output], as_text, body.model)))
+            data.append({"object": "embedding", "index": place, "embedding": vector})
+            await asyncio.sleep(0)  # other requests go on between two vectors
         return json_response({"object": "list", "data": data, "model": body.model, "usage": usage.prompt_json()})
 
 

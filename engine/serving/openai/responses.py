@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from weftline.engine.serving.openai.ports import AnswerPorts
 from weftline.errors import StepError
 
@@ -229,6 +231,58 @@ def text_logprobs_json(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _token(one: Mapping[str, Any]) -> dict[str, Any]:
     token = str(one.get("token", ""))
     return {"token": token, "logprob": _logprob(one), "bytes": list(token.encode("utf-8", "replace"))}
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The parts of a response that do not depend on the answers. The JSON process makes those of large answers.
+
+    chat:     the route is /v1/chat/completions, else /v1/completions.
+    logprobs: the request asked for log-probabilities.
+    n:        answers to each prompt.
+    usage:    a stream ends with its usage.
+    """
+
+    header: AnswerHeader
+    ports: AnswerPorts
+    chat: bool
+    logprobs: bool
+    n: int
+    usage: bool = False
+
+    @property
+    def format(self) -> Format:
+        return ChatFormat() if self.chat else TextFormat()
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Fields of every chunk of a stream."""
+        return self.header.to_json([]) | ({"usage": None} if self.usage else {})
+
+    def whole(self, answers: Sequence[Mapping[str, Any]]) -> bytes:
+        """Return the response, as JSON. answers: outputs of each prompt."""
+        usage = Usage()
+        choices: list[dict[str, Any]] = []
+        for place, outputs in enumerate(answers):
+            usage += usage_of(outputs.get(self.ports.usage or ""))
+            choices += map(self.format.whole, choices_of(outputs, self.ports, self.logprobs, place * self.n))
+        return msgspec.json.encode(self.header.to_json(choices) | {"usage": usage.to_json()})
+
+    def ending(self, outputs: Mapping[str, Any], sent: Mapping[str, int]) -> list[bytes]:
+        """Return the last chunks of a stream, as JSON: the rest of each choice, and usage.
+
+        sent: characters of each output that were sent before.
+        """
+        chunks: list[dict[str, Any]] = []
+        for one in choices_of(outputs, self.ports, self.logprobs, 0):
+            rests = one.text, one.reasoning
+            if one.index == 0:
+                ports = self.ports
+                rests = one.text[sent.get(ports.output, 0) :], one.reasoning[sent.get(ports.reasoning or "", 0) :]
+            chunks += [self.common | {"choices": [choice]} for choice in self.format.ending(one, *rests)]
+        if self.usage:
+            chunks.append(self.common | {"usage": usage_of(outputs.get(self.ports.usage or "")).to_json()})
+        return list(map(msgspec.json.encode, chunks))
 
 
 LOGPROB_MIN = -9999.0

@@ -7,8 +7,9 @@ import gc
 import json
 import os
 import signal
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -17,16 +18,22 @@ import pytest
 
 from tests.engine.serving.v2.held import info
 from weftline.engine.protocol.packed import Packed
+from weftline.engine.protocol.values import live, pack
 from weftline.engine.serving import json_process
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.http.binary_tensors import BinaryOutputs, response_body
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.openai.ports import AnswerPorts
+from weftline.engine.serving.openai.responses import AnswerHeader, Completion
 from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor
 from weftline.engine.serving.v2.request import to_asks
 from weftline.engine.serving.v2.response import to_response
 from weftline.errors import InputError, LimitReached, StepError, WeftlineError
+from weftline.nodes.detections import Detections
 from weftline.nodes.json_value import encode_json
+from weftline.nodes.ports import PortType
 
 LIMITS = ServeLimits()
 LARGE = [{"a": n, "b": "x" * 8} for n in range(5000)]
@@ -264,5 +271,70 @@ def test_a_cancelled_document_is_let_go_at_once_or_after_it_was_read() -> None:
             if not any(each() is not None for each in watched):
                 return
         raise AssertionError("a document outlives its request")
+
+    _with(work)
+
+
+async def _longest_stall_s(work: Awaitable[Any]) -> tuple[float, Any]:
+    """Return the most time of a processor that the event loop's thread took in one turn, and the result."""
+    longest_s, last_s = 0.0, time.thread_time()
+    running = asyncio.ensure_future(work)
+    while not running.done():
+        await asyncio.sleep(0.001)
+        now_s = time.thread_time()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    return longest_s, running.result()
+
+
+STALL_S = 0.02
+"""Longest turn of an event loop. Written in the loop, each of these answers took 60 ms and more."""
+
+
+@pytest.mark.parametrize("kind", ["json", "detections", "numbers"])
+def test_a_large_rest_answer_does_not_stop_the_event_loop(kind: str) -> None:
+    found = Detections(
+        np.ones((100_000, 4), np.float32), np.ones(100_000, np.float32), np.zeros(100_000, np.int32), ("a",)
+    )
+    values: dict[str, tuple[str, Any]] = {
+        "json": ("json", Packed("json", data=encode_json([{"a": None, "b": "x" * 8}] * 200_000))),
+        "detections": ("detections", pack(found, PortType("detections"), "y")),
+        "numbers": ("uint8[N]", np.zeros(2_000_000, np.uint8)),
+    }
+    type, value = values[kind]
+    model, asked = info({"x": "json"}, outputs={"y": type}), InferRequest("m", ())
+
+    async def work(parser: JsonParser) -> None:
+        async def body() -> bytes:
+            answer = Answer({"y": value})
+            await parser.write(answer, model)
+            return (await parser.rest_response(to_response(asked, model, [answer], None), BinaryOutputs()))[0]
+
+        await body()  # starts the processes
+        stalls, written = zip(*[await _longest_stall_s(body()) for _ in range(2)], strict=True)
+        plain = {"y": live(value, {}) if kind != "numbers" else value}
+        inline = response_body(to_response(asked, model, [Answer(plain)], None), BinaryOutputs())[0]
+        assert json.loads(written[0]) == json.loads(inline)
+        assert min(stalls) < STALL_S, stalls
+
+    _with(work)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_large_completion_is_the_small_one_and_does_not_stop_the_loop(chat: bool) -> None:
+    top = [{"token": "t", "logprob": -1.5}] * 20
+    logprobs = [{"token": "a", "logprob": -0.5, "top": top}] * 300
+    answers = [{"text": "a" * 300, "finish_reason": "stop", "logprobs": logprobs} for _ in range(16)]
+    ports = AnswerPorts(output="text", sampling=None, tenant=None, usage="usage", answers="answers")
+    completion = Completion(AnswerHeader("o", "m", 1), ports, chat, logprobs=True, n=16, usage=True)
+    small = {"text": "a" * 300, "usage": {"prompt_tokens": 3}, "answers": answers}
+    large = small | {"answers": Packed("json", data=encode_json(answers))}
+
+    async def work(parser: JsonParser) -> None:
+        assert await parser.completion(completion, [large]) == completion.whole([small])
+        assert await parser.ending(completion, large, {"text": 7}) == completion.ending(small, {"text": 7})
+        stalls = [(await _longest_stall_s(parser.completion(completion, [large])))[0] for _ in range(2)]
+        assert min(stalls) < STALL_S, stalls
+        with pytest.raises(StepError, match="no json value"):
+            await parser.completion(completion, [small | {"answers": Packed("json", data=b"\xc1" * 40_000)}])
 
     _with(work)
