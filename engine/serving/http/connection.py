@@ -3,6 +3,7 @@
 uvicorn's protocol over httptools (llhttp) reads the bytes; it limits none of them. Here:
 
 - at `connections_max` a connection that serves no call is closed for another (`ConnectionTable`);
+- a connection parses for TURN_S, and one of those with more goes on in each turn of the loop;
 - bytes behind a request that has no answer yet (pipelining) stay unparsed and the connection is not read; a connection
   that brings the unread bytes of all connections over UNREAD_BYTES_MAX is closed;
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -48,6 +51,9 @@ UNREAD_BYTES_MAX = 32 << 20
 
 SLICE_BYTES, CHUNKED_BYTES = 1 << 10, 4 << 10
 """Bytes that are parsed at a time: of headers, which may be those of many requests, and of a chunked body."""
+
+TURN_S, SHORT_TURN_S = 0.001, 0.00025
+"""Time to parse bytes of one connection in one turn of the event loop: alone, and while others have more to parse."""
 
 CLOSE_S = 1.0
 """Time for a client to take the rest of a response when its connection is closed for another."""
@@ -98,12 +104,33 @@ class _Flow(FlowControl):
 
 
 class Connections:
-    """State that the connections of one server share. unread_bytes: received and not parsed yet."""
+    """State that the connections of one server share.
+
+    unread_bytes: received and not parsed yet.
+    backlog:      connections with bytes to parse.
+    """
 
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
         self.table: ConnectionTable[LimitedProtocol] = ConnectionTable(limits.connections_max)
         self.unread_bytes = 0
+        self.backlog: deque[LimitedProtocol] = deque()
+
+    def wait_turn(self, connection: LimitedProtocol) -> None:
+        """Let a connection go on in a later turn of the loop, behind those that wait already."""
+        self.backlog.append(connection)
+        if len(self.backlog) == 1:
+            connection.loop.call_soon(self._continue_one)
+
+    def _continue_one(self) -> None:
+        """Let a connection go on; one does in each turn of the loop."""
+        connection = self.backlog[0]  # stays there: no second callback is scheduled
+        try:
+            connection.parse_now()
+        finally:
+            self.backlog.popleft()
+            if self.backlog:
+                connection.loop.call_soon(self._continue_one)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -114,6 +141,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._shared = shared
         self._limits = shared.limits
         self._kept = b""  # received and not parsed
+        self._waits = False  # for its turn to parse them
         self._in_body = False
         self._body_left = 0  # of a body with a length
         self._unparsed = 0  # bytes since the parser last finished something
@@ -195,13 +223,21 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(data)
 
     def _parse(self, data: bytes) -> None:
-        """Parse bytes up to the end of a request; keep the rest while that request has no answer."""
-        while data and not self.transport.is_closing():
-            if self._blocked():
-                self._keep(data)
+        """Parse bytes up to the end of a request; keep the rest while that request has no answer.
+
+        What takes longer than a turn goes on in a later one.
+        """
+        at, until_s = 0, time.monotonic() + (SHORT_TURN_S if self._shared.backlog else TURN_S)
+        while at < len(data) and not self.transport.is_closing():
+            blocked = self._blocked()
+            if blocked or (at and time.monotonic() > until_s):
+                self._keep(data[at:])
+                if not blocked:
+                    self._parse_kept()
                 return
             size = self._body_left or (CHUNKED_BYTES if self._in_body else SLICE_BYTES)
-            part, data = (data, b"") if size >= len(data) else (data[:size], data[size:])
+            part = data[at : at + size]
+            at += len(part)
             if not self._sending:
                 self._expect_request()
             self._unparsed += len(part)
@@ -228,10 +264,16 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._kept:
             return False
         self.flow.read_paused = True  # until then
-        self.loop.call_soon(self._parse_now)
+        if not self._waits:
+            self._waits = True
+            self._shared.wait_turn(self)
         return True
 
-    def _parse_now(self) -> None:
+    def parse_now(self) -> None:
+        """Go on with kept bytes."""
+        self._waits = False
+        if self.transport.is_closing():
+            return
         self.flow.read_paused = False
         data = self._kept
         self._keep(b"")

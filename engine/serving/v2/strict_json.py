@@ -19,6 +19,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 
 from weftline.errors import InputError
 from weftline.nodes.json_value import DEPTH_MAX
@@ -157,14 +158,10 @@ def _parsed_slowly(raw: bytes, what: str, not_finite: bool = False) -> Any:
 
 
 def _check_depth(raw: bytes, what: str) -> None:
-    """Remove innermost brackets level by level; any left after DEPTH_MAX are too deep."""
-    left = _STRINGS.sub(b"", raw).translate(_BRACKETS, _NOT_BRACKETS)
-    for _ in range(DEPTH_MAX):
-        before = len(left)
-        left = left.replace(b"[]", b"")
-        if len(left) == before:
-            break
-    if left:
+    """Raise InputError for brackets that are nested deeper than DEPTH_MAX, or do not match."""
+    brackets = np.frombuffer(_STRINGS.sub(b"", raw).translate(_BRACKETS, _NOT_BRACKETS), np.uint8)
+    depths = np.cumsum(np.where(brackets == ord("["), 1, -1), dtype=np.int32)
+    if len(depths) and (depths.max() > DEPTH_MAX or depths.min() < 0 or depths[-1]):
         raise InputError(f"{what}: nested deeper than {DEPTH_MAX}, or brackets that do not match")
 
 

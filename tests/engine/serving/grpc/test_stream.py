@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from tests.engine.serving.grpc.served import (
     Served,
     served_in_thread,
 )
+from weftline.engine.protocol import values
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.grpc import stream as stream_module
 from weftline.engine.serving.grpc.service import InferMethod
@@ -34,6 +36,14 @@ steps:
   same: {node: echo, inputs: {value: text}}
   slow: {node: trickle, pieces: 3, delay_ms: 20, inputs: {value: text}}
 outputs: {echoed: same.value, text: slow.value}
+"""
+DOCUMENT = """weftline: 1
+name: document
+inputs: {text: text, document: json}
+steps:
+  same: {node: echo, type: json, inputs: {value: document}}
+  slow: {node: trickle, pieces: 3, inputs: {value: text}}
+outputs: {whole: same.value, text: slow.value}
 """
 LARGE = """weftline: 1
 name: large
@@ -57,6 +67,7 @@ def server() -> Iterator[Served]:
         "remember": REMEMBER,
         "endless": ENDLESS,
         "large": LARGE,
+        "document": DOCUMENT,
     }
     with served_in_thread(pipelines, limits=LIMITS) as one:
         yield one
@@ -124,6 +135,21 @@ def test_other_outputs_come_when_they_are_known(server: Served) -> None:
     assert ("echoed", "hello", False) in received[:3]
     assert [text for name, text, _ in received if name == "text"] == ["a" * 8, "b" * 8, "c" * 8, ""]
     assert [final for *_, final in received] == [False, False, False, False, True]
+
+
+def test_large_json_of_a_stream_is_not_decoded_by_the_server(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = values._decode_json
+    monkeypatch.setattr(
+        values, "_decode_json", lambda data: decode(data) if len(data) < 30_000 else pytest.fail("decoded")
+    )
+    document = json.dumps([{"a": at, "b": None} for at in range(5_000)]).encode()
+    message = text_request("document", "hello")
+    message.inputs.add(name="document", datatype="BYTES", shape=[1])
+    message.raw_input_contents.append(len(document).to_bytes(4, "little") + document)
+    with Stream(server) as stream:
+        stream.send(message)
+        received = {name: text for name, text, _ in map(summary, stream.end()) if name == "whole"}
+    assert json.loads(received["whole"]) == json.loads(document)
 
 
 def test_a_request_that_wants_no_streamed_output_gets_one_response(server: Served) -> None:

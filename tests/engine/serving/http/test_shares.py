@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tests.engine.serving.grpc.requests import wait_until
 from tests.engine.serving.http.hosted import Hosted, hosted
@@ -58,6 +59,11 @@ def is_well(server: Hosted, path: str = "/v2") -> bool:
     with contextlib.closing(client):
         client.request("GET", path)
         return client.getresponse().status == 200
+
+
+def connections_class(server: Hosted) -> Any:
+    running: Any = server.server._server
+    return running.config.http_protocol_class
 
 
 def protocols(server: Hosted) -> list[Any]:
@@ -117,3 +123,33 @@ def test_late_connections_without_a_request_are_closed(server: Hosted, monkeypat
     with connections(server, b"", 36):
         wait_until(lambda: len(protocols(server)) == 36)
         wait_until(lambda: len(protocols(server)) == 32)
+
+
+def test_chunks_of_a_byte_are_parsed_in_turns(server: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = b"POST /v2/repository/index HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    said = begun + b"1\r\n \r\n" * 20_000 + b"0\r\n\r\n"
+    bodies: list[int] = []
+    parsed = HttpToolsProtocol.data_received
+
+    def counted(protocol: Any, data: bytes) -> None:
+        parsed(protocol, data)
+        bodies.append(len(data))
+
+    turns: list[int] = []
+    parse = connections_class(server)._parse
+
+    def turn(protocol: Any, data: bytes) -> None:
+        before = len(bodies)
+        parse(protocol, data)
+        turns.append(len(bodies) - before)
+
+    monkeypatch.setattr(HttpToolsProtocol, "data_received", counted)
+    monkeypatch.setattr(connections_class(server), "_parse", turn)
+    monkeypatch.setattr(http_connection, "TURN_S", 0.0)
+    monkeypatch.setattr(http_connection, "SHORT_TURN_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        for one in [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(4)]:
+            one.sendall(said)
+            one.settimeout(10)
+            assert one.recv(100).startswith(b"HTTP/1.1 200")
+    assert max(turns) <= 2 and sum(turns) > 4 * len(said) // http_connection.CHUNKED_BYTES // 2

@@ -92,3 +92,16 @@ def test_a_string_that_never_ends_takes_no_longer_than_its_length() -> None:
     with pytest.raises(InputError):
         loads(text)
     assert time.perf_counter() - began < 5  # from each quote to the end it would be days
+
+
+@pytest.mark.parametrize(
+    "document", [b"[" * 30_000 + b"]" * 30_000, b"[" * 60_000, b'{"a":' * 12_000, b"[" * 30_000 + b"}" * 30_000]
+)
+def test_deep_nesting_is_refused_in_a_moment(document: bytes) -> None:
+    took_s = []
+    for _ in range(5):
+        started_s = time.thread_time()
+        with pytest.raises(InputError, match="nested deeper than 64, or brackets that do not match"):
+            loads(document)
+        took_s.append(time.thread_time() - started_s)
+    assert min(took_s) < 0.008, took_s
