@@ -6,13 +6,20 @@ describe models and check requests with this metadata, which can be sent to anot
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import msgspec
 
+from weftline.engine.protocol.packed import Packed
 from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 
 READY, LOADING, UNAVAILABLE = "ready", "loading", "unavailable"
 """States of a model in the index."""
+
+LLM_NODES = "weftline.engine.llm."
+"""Start of the dotted paths of nodes with an input `sampling`."""
 
 NOT_LOADED = "it is not loaded"
 """`why` of a model that was never loaded, or was unloaded by an admin."""
@@ -24,6 +31,7 @@ class PortInfo(msgspec.Struct, frozen=True):
     type:     of one request's value, as a pipeline file writes it: `image`, `text`, `float32[3, H, W]`, `list[text]`.
     optional: an input that may be left out; an output that may be absent.
     pieces:   an output that can be streamed piece by piece.
+    sampling: an input that is wired to the sampling options of an llm step, whose `n` is the number of answers.
     """
 
     name: str
@@ -31,6 +39,7 @@ class PortInfo(msgspec.Struct, frozen=True):
     optional: bool = False
     pieces: bool = False
     about: str = ""
+    sampling: bool = False
 
     @property
     def port_type(self) -> PortType:
@@ -64,11 +73,50 @@ class ModelInfo(msgspec.Struct, frozen=True):
         """Whether an output comes in pieces to those who ask for a stream."""
         return any(port.pieces for port in self.outputs)
 
+    def cost(self, inputs: Mapping[str, Any]) -> int:
+        """Return as how many requests one counts in the rate of its token: by its lists' elements and its answers."""
+        cost = 1
+        for name, value in inputs.items():
+            port = self.input(name)
+            if port is None:
+                continue
+            if port.sampling:
+                cost += _answers(value) - 1
+            elif port.type.startswith("list["):
+                cost += max(_length(value) - 1, 0)
+        return cost
+
     def input(self, name: str) -> PortInfo | None:
         return _port(self.inputs, name)
 
     def output(self, name: str) -> PortInfo | None:
         return _port(self.outputs, name)
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = 1
+
+
+def _answers(value: Any) -> int:
+    """Return the number of answers that sampling options ask for; 1 where they are invalid, which the step reports."""
+    if isinstance(value, Packed):
+        if value.items is not None:
+            return sum(map(_answers, value.items))
+        try:
+            value = {"n": msgspec.msgpack.decode(value.data, type=_Sampling).n}
+        except msgspec.MsgspecError:
+            return 1
+    if isinstance(value, list | tuple):  # of `map`
+        return sum(map(_answers, value))
+    found = value.get("n", 1) if isinstance(value, Mapping) else 1
+    return max(found, 1) if type(found) is int else 1
+
+
+def _length(value: Any) -> int:
+    """Return the number of elements of a list."""
+    if isinstance(value, Packed):
+        return len(value.items or ())
+    return len(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else 1
 
 
 def _port(ports: tuple[PortInfo, ...], name: str) -> PortInfo | None:
@@ -97,8 +145,20 @@ class ModelState(msgspec.Struct, frozen=True):
 
 def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
     """Return the metadata of a plan served as `name`."""
+    sampling = {
+        one.wire.port
+        for step in plan.steps
+        for one in step.inputs
+        if one.port == "sampling" and one.wire.step is None and step.node.startswith(LLM_NODES)
+    }
     inputs = tuple(
-        PortInfo(one.name, str(plan.input_types[one.name]), one.may_be_left_out, about=one.about)
+        PortInfo(
+            one.name,
+            str(plan.input_types[one.name]),
+            one.may_be_left_out,
+            about=one.about,
+            sampling=one.name in sampling,
+        )
         for one in plan.inputs
         if not one.hidden
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -87,3 +88,79 @@ def _answers(it: Served, *senders: Callable[[Served, float], int]) -> int:
         thread.join()
     assert len(found) == len(senders)
     return sum(found)
+
+
+CHAT = """weftline: 1
+name: chat
+inputs: {prompt: text, sampling: {type: json, optional: true}}
+steps:
+  say: {node: llm, model: MODEL, inputs: {prompt: prompt, sampling: sampling}}
+outputs: {text: say.text, answers: say.answers, usage: say.usage}
+"""
+SETTINGS = json.dumps({"n": 40, "tokens_max": 1})
+
+
+def _chat_rest(it: Served, token: str, pad: str) -> None:
+    settings = SETTINGS[:-1] + f', "stop": ["{pad}"]}}'
+    tensors = [
+        {"name": name, "shape": [1], "datatype": "BYTES", "data": [value]}
+        for name, value in (("prompt", "hi"), ("sampling", settings))
+    ]
+    headers = {"authorization": f"Bearer {token}"}
+    httpx.post(f"{it.http}/v2/models/chat/infer", json={"inputs": tensors}, headers=headers, timeout=60)
+
+
+def _chat_openai(it: Served, token: str) -> None:
+    body = {"model": "chat", "prompt": "hi", "n": 40, "max_tokens": 1}
+    httpx.post(f"{it.http}/v1/completions", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60)
+
+
+def _chat_inputs() -> list[triton.InferInput]:
+    given = [triton.InferInput(name, [1], "BYTES") for name in ("prompt", "sampling")]
+    for tensor, value in zip(given, (b"hi", SETTINGS.encode()), strict=True):
+        tensor.set_data_from_numpy(np.array([value], object))
+    return given
+
+
+def _chat_grpc(it: Served, token: str) -> None:
+    with triton.InferenceServerClient(it.grpc) as client:
+        client.infer("chat", _chat_inputs(), headers={"authorization": f"Bearer {token}"})
+
+
+def _chat_stream(it: Served, token: str) -> None:
+    answered = threading.Event()
+    with triton.InferenceServerClient(it.grpc) as client:
+        client.start_stream(lambda result, error: answered.set(), headers={"authorization": f"Bearer {token}"})
+        client.async_stream_infer("chat", _chat_inputs())
+        assert answered.wait(60)
+
+
+WAYS: dict[str, Callable[[Served, str], None]] = {
+    "rest": lambda it, token: _chat_rest(it, token, "x"),
+    "rest-of-large-options": lambda it, token: _chat_rest(it, token, "x" * 70_000),
+    "openai": _chat_openai,
+    "grpc": _chat_grpc,
+    "stream": _chat_stream,
+}
+
+
+@pytest.mark.slow
+def test_answers_count_in_a_rate_by_every_protocol(tmp_path: Path) -> None:
+    model = Path(__file__).parents[2] / "examples" / "models" / "shapes-chat"
+    (tmp_path / "chat.yaml").write_text(CHAT.replace("MODEL", str(model)))
+    digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in WAYS}
+    lines = [
+        f'  - {{name: t{place}, sha256: "{one}", requests_per_s: 1, burst: 2}}'
+        for place, one in enumerate(digests.values())
+    ]
+    (tmp_path / "tokens.yaml").write_text("\n".join(["tokens:", *lines]) + "\n")
+    (tmp_path / "tokens.yaml").chmod(0o600)
+    with serving(tmp_path, "chat.yaml", "--port", "0", "--http-port", "0", "--tokens", "tokens.yaml") as it:
+        it.wait_up()
+        for name, send in WAYS.items():
+            send(it, name)
+            refused = httpx.post(
+                f"{it.http}/v2/models/chat/infer", json={"inputs": []}, headers={"authorization": f"Bearer {name}"}
+            )
+            assert refused.status_code == 429, name
+            assert float(refused.headers["retry-after"]) > 20, name

@@ -211,7 +211,7 @@ class Inference:
             traceparent=call.parent,
             size_bytes=size_bytes,
         )
-        call.caller.spend(len(parsed.asks) - 1)
+        call.caller.spend(parsed.cost(info) - 1)
         return info, parsed
 
     def _authorised_info(self, request: InferRequest, call: CallContext) -> ModelInfo:

@@ -172,7 +172,7 @@ class Infer:
             traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
             size_bytes=len(body),
         )
-        caller_of(request).spend(len(asked.asks) - 1)
+        caller_of(request).spend(asked.cost(info) - 1)
         return await while_connected(request.receive, self._answered(request, asking, asked, info, wanted))
 
     async def _answered(

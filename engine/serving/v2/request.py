@@ -85,6 +85,10 @@ class ParsedRequest:
     batch: int | None = None
     empty_final: bool = False
 
+    def cost(self, info: ModelInfo) -> int:
+        """Return as how many requests this one counts in the rate of its token."""
+        return sum(info.cost(one.inputs) for one in self.asks)
+
 
 def to_asks(
     request: InferRequest,
