@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {
-    **{"weftline.errors": 0, "weftline.shm": 1, "weftline.nodes": 2, "weftline.node": 2},
+    **{"weftline.errors": 0, "weftline.fields": 0, "weftline.shm": 1, "weftline.nodes": 2, "weftline.node": 2},
     **{"weftline.pipelines": 3, "weftline.engine": 4},
 }
 FRONT_DOOR = 5

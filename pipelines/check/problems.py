@@ -46,6 +46,9 @@ _EXPECTED = {
     "too_short": "at least {min_length} entries",
     "too_long": "at most {max_length} entries",
 }
+PATTERNS: dict[str, str] = {}
+"""Descriptions in words of the patterns that dataclasses declare, by pattern; `validation` adds them."""
+
 UNKNOWN_KEY = "unknown key"
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _NO_VALUE = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -138,10 +141,9 @@ def _problem(one: dict[str, Any], loc: tuple[str | int, ...], value: Any, prefix
         return Problem(f"{path}.{cause.option}".strip("."), cause.found, cause.expected, cause.fix)
     if isinstance(cause, Exception):
         return Problem(path, str(cause))
-    try:
+    expected = PATTERNS.get(context.get("pattern", "")) or one["msg"]
+    if kind in _EXPECTED:
         expected = _EXPECTED[kind].format_map({name: _plain(bound) for name, bound in context.items()})
-    except KeyError:
-        expected = one["msg"]
     if len(one["loc"]) and one["loc"][-1] == "[key]":
         return Problem(path, f"the key {shown(loc[-1])}", expected)
     return Problem(path, shown(value), expected, _as_written(kind, value, path))

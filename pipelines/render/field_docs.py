@@ -18,9 +18,13 @@ _ENTRY = re.compile(r"^(\w+):\s+(.*)$")
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
-    """Return one line of documentation by field name; fields without any are left out."""
+    """Return one line of documentation by field name, inherited ones too; fields without any are left out."""
     names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-    return {**_from_class_docstring(cls, names), **_from_attribute_docstrings(cls, names)}
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__ if names else ()):
+        if dataclasses.is_dataclass(base):
+            found |= {**_from_class_docstring(base, names), **_from_attribute_docstrings(base, names)}
+    return found
 
 
 def summary(cls: type[Any]) -> str:

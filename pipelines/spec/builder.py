@@ -22,9 +22,9 @@ from types import FrameType
 from typing import Any
 
 from weftline.errors import Problem
+from weftline.fields import plain
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import Node
-from weftline.pipelines.check.options import plain
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.document import Document
 from weftline.pipelines.spec.graph import Pipeline

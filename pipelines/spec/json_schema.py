@@ -12,8 +12,8 @@ from typing import Any
 
 from weftline.nodes.catalog import CATALOG, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node
-from weftline.pipelines.check.options import options_schema
-from weftline.pipelines.render.field_docs import field_docs, summary
+from weftline.pipelines.check.validation import json_schema_of
+from weftline.pipelines.render.field_docs import summary
 from weftline.pipelines.spec.schema import BESIDE_PIPELINE, PipelineFile
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -52,12 +52,10 @@ def catalog_nodes(catalog: Mapping[str, str] = CATALOG) -> dict[str, type[Node]]
 
 def node_options(node: type[Node]) -> dict[str, Any]:
     """Return the JSON Schema of a node's options, with the documentation of its Config's fields."""
-    schema = options_schema(node)
-    docs = field_docs(node.Config)
-    for name, entry in schema.get("properties", {}).items():
+    schema = json_schema_of(node.Config)
+    schema.pop("title", None)
+    for entry in schema.get("properties", {}).values():
         entry.pop("title", None)
-        if name in docs:
-            entry["description"] = docs[name]
     return schema
 
 

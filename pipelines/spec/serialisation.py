@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from weftline.pipelines.check.options import plain
+from weftline.fields import plain
 from weftline.pipelines.spec.document import escaped, without_secrets
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy, IdlePolicy, Retry, SequencePolicy

@@ -122,7 +122,7 @@ def options_of(node: type[Node]) -> list[Option]:
 
 
 def _described(reference: str, node: type[Node], ports: Ports | None) -> dict[str, Any]:
-    from weftline.pipelines.check.options import plain
+    from weftline.fields import plain
 
     options = [{**dataclasses.asdict(one), "default": plain(one.default)} for one in options_of(node)]
     return {
@@ -158,7 +158,7 @@ def _option_lines(options: Sequence[Option]) -> list[str]:
 
 
 def _short(default: Any) -> str:
-    from weftline.pipelines.check.options import plain
+    from weftline.fields import plain
 
     return textwrap.shorten(json.dumps(plain(default), ensure_ascii=False), 60, placeholder=" ...")
 

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import pytest
 
 from weftline.errors import PipelineError
+from weftline.fields import plain
 from weftline.nodes.contract import BatchNode, NoConfig
 from weftline.nodes.ports import Ports
-from weftline.pipelines.check.options import options_schema, plain, read_options, to_config, to_options
+from weftline.pipelines.check.options import read_options, to_config, to_options
+from weftline.pipelines.check.validation import json_schema_of
 
 
 def node_with(config: type) -> type[BatchNode]:
@@ -166,7 +168,7 @@ def test_paths_and_any_values_are_taken() -> None:
 
 
 def test_the_schema_has_every_option_and_its_nested_keys(samples) -> None:
-    schema = options_schema(samples.Say)
+    schema = json_schema_of(samples.Say.Config)
     assert set(schema["properties"]) == {"model", "sampling", "mode", "more"}
     assert schema["required"] == ["model"]
     assert "tokens_max" in schema["$defs"]["Sampling"]["properties"]

@@ -1,0 +1,130 @@
+"""Markers on the fields of option dataclasses: their class, and the form in which a file writes them.
+
+    @dataclass(frozen=True, slots=True)
+    class BatchPolicy:
+        items_max: Annotated[int, Meta(ge=1, le=4096), LOAD] = 1
+        '''Most items in one call of the node.'''
+
+A field is written once: its annotation holds the type, the bounds (`msgspec.Meta`) and the markers of this module, its
+default is the dataclass's, and its docstring is the documentation. Parsing, JSON Schema, reference pages,
+serialisation, messages to workers and the fingerprint of jobs are derived from it. `extra={"expected": ...}` of a Meta
+describes its pattern in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, slots=True)
+class FieldClass:
+    """Class of a field.
+
+    part:    'load': part of what a worker loads. 'request': applies to single items. 'graph': wires, control flow, and
+             how work is scheduled.
+    results: its value changes results. A job with outputs refuses to continue after a change of it.
+    """
+
+    part: Literal["load", "request", "graph"]
+    results: bool
+
+
+LOAD = FieldClass("load", True)
+RESOURCE = FieldClass("load", False)
+"""Part of what is loaded, without an effect on results: devices, memory sizes."""
+REQUEST = FieldClass("request", True)
+GRAPH = FieldClass("graph", True)
+SCHEDULE = FieldClass("graph", False)
+"""Scheduling, names and what follows from other fields, without an effect on results: times, retries, priorities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Form of a value in a file, where it is not that of the annotated type.
+
+    type:  type of the written form; a dataclass among its members is written as a mapping.
+    read:  converts the validated written form. ValueError or ConfigError: it is wrong.
+    write: converts back to plain values.
+    """
+
+    type: Any
+    read: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """Marker of a field that is no key of a file. rest: it holds all keys that are not fields."""
+
+    rest: bool = False
+
+
+UNWRITTEN, REST = Unwritten(), Unwritten(rest=True)
+
+
+@cache
+def markers(cls: type[Any]) -> Mapping[str, tuple[Any, ...]]:
+    """Return the metadata of each field's annotation, the outermost `Annotated` only."""
+    return {name: get_args(hint)[1:] if get_origin(hint) is Annotated else () for name, hint in hints(cls).items()}
+
+
+@cache
+def hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the annotations of a dataclass's fields by name, with their metadata. NameError: one is not defined."""
+    found = get_type_hints(cls, include_extras=True)
+    return {one.name: found[one.name] for one in dataclasses.fields(cls)}
+
+
+@cache
+def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
+    """Return the class of each field; None for a field without one."""
+    return {
+        name: next((one for one in marks if isinstance(one, FieldClass)), None) for name, marks in markers(cls).items()
+    }
+
+
+def written_fields(cls: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    """Yield the fields of a dataclass that are keys of a file."""
+    for one in dataclasses.fields(cls):
+        if one.init and not any(isinstance(mark, Unwritten) for mark in markers(cls)[one.name]):
+            yield one
+
+
+def written_form(hint: Any) -> Written | None:
+    """Return the `Written` of an annotation or of the alternative to None in it; None if there is none."""
+    if get_origin(hint) is Annotated:
+        inner, *marks = get_args(hint)
+        return next((one for one in marks if isinstance(one, Written)), None) or written_form(inner)
+    return next((one for part in get_args(hint) if (one := written_form(part))), None)
+
+
+def copied(of: type[Any], source: Any) -> dict[str, Any]:
+    """Return the values that `source` has for the fields of dataclass `of`."""
+    return {one.name: getattr(source, one.name) for one in dataclasses.fields(of)}
+
+
+def plain(value: Any) -> Any:
+    """Convert `value` to None, bool, int, float, str, list and dict only. TypeError: not possible."""
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise TypeError("a mapping with a key that is not text")
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted(plain(one) for one in value)
+    raise TypeError(f"a value of type {type(value).__name__}, which a pipeline file cannot contain")
