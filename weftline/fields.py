@@ -14,7 +14,8 @@ describes its pattern in words.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -84,16 +85,22 @@ def hints(cls: type[Any]) -> Mapping[str, Any]:
 @cache
 def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
     """Return the class of each field; None for a field without one."""
-    return {
-        name: next((one for one in marks if isinstance(one, FieldClass)), None) for name, marks in markers(cls).items()
-    }
+    return {name: next(iter(_marks(cls, name, FieldClass)), None) for name in markers(cls)}
 
 
-def written_fields(cls: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """Yield the fields of a dataclass that are keys of a file."""
-    for one in dataclasses.fields(cls):
-        if one.init and not any(isinstance(mark, Unwritten) for mark in markers(cls)[one.name]):
-            yield one
+@cache
+def written_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of a dataclass that are keys of a file, its own before inherited ones."""
+
+    def depth(one: dataclasses.Field[Any]) -> int:
+        return next(at for at, base in enumerate(cls.__mro__) if one.name in inspect.get_annotations(base))
+
+    written = [one for one in dataclasses.fields(cls) if one.init and not _marks(cls, one.name, Unwritten)]
+    return tuple(sorted(written, key=depth))
+
+
+def _marks(cls: type[Any], name: str, of: type[Any]) -> list[Any]:
+    return [one for one in markers(cls)[name] if isinstance(one, of)]
 
 
 def written_form(hint: Any) -> Written | None:
@@ -102,6 +109,44 @@ def written_form(hint: Any) -> Written | None:
         inner, *marks = get_args(hint)
         return next((one for one in marks if isinstance(one, Written)), None) or written_form(inner)
     return next((one for part in get_args(hint) if (one := written_form(part))), None)
+
+
+def shorthand(of: type[Any], key: str, **unwritten: Any) -> Written:
+    """Return the form of a dataclass of which a file may write the value of one key instead of a mapping.
+
+    unwritten: required fields that a file does not contain.
+    """
+
+    def write(value: Any) -> Any:
+        changed = changed_fields(value)
+        return plain(getattr(value, key)) if changed.keys() <= {key} else changed
+
+    return Written(
+        hints(of)[key] | of, lambda value: value if isinstance(value, of) else of(**{key: value, **unwritten}), write
+    )
+
+
+def changed_fields(value: Any) -> dict[str, Any]:
+    """Return the keys of a dataclass value that differ from their defaults, as a file writes them."""
+    changed = {}
+    for one in written_fields(type(value)):
+        current, default = getattr(value, one.name), default_of(one)
+        if current != default or type(current) is not type(default):
+            changed[one.name] = _as_written(hints(type(value))[one.name], current)
+    return changed
+
+
+def default_of(one: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field; dataclasses.MISSING if it has none."""
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+def _as_written(hint: Any, value: Any) -> Any:
+    if value is not None and (form := written_form(hint)) is not None:
+        return form.write(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # equal to its defaults: one key is written
+        return changed_fields(value) or dict([*plain(value).items()][:1])
+    return plain(value)
 
 
 def copied(of: type[Any], source: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from weftline.engine.flags import Flag
-from weftline.pipelines.spec.schema import Name
+from weftline.pipelines.check.validation import pydantic_type
+from weftline.pipelines.spec.policy import Name
 
 LOOPBACK = "127.0.0.1"
 
@@ -77,7 +78,7 @@ Host = Annotated[str, Field(pattern=HOST_PATTERN)]
 Port = Annotated[int, _number(0, 65_535)]
 Switch = Annotated[bool, Field(strict=True)]
 StepNames = Annotated[
-    tuple[Name, ...],
+    tuple[pydantic_type(Name), ...],  # type: ignore[misc]
     Field(max_length=EXPOSED_MAX, strict=True),
     BeforeValidator(_to_tuple, json_schema_input_type=list[Name]),
 ]

@@ -40,7 +40,7 @@ from weftline.pipelines.placement.reservations import JointPlan, Owner, planner
 from weftline.pipelines.spec.document import Document, hide_secrets, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
-from weftline.pipelines.spec.schema import NAME_PATTERN
+from weftline.pipelines.spec.policy import NAME_PATTERN
 from weftline.pipelines.spec.single_step import alone
 
 COMMAND_LINE = "the command line"

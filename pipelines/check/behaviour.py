@@ -9,22 +9,20 @@ from collections.abc import Iterator
 
 import networkx as nx
 
+from weftline.fields import written_fields
 from weftline.nodes.contract import StreamNode
 from weftline.nodes.ports import Dim
 from weftline.pipelines.check.checked import Checked, CheckedStep, mismatch
 from weftline.pipelines.check.problems import Report, did_you_mean, listed, nearest
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
 from weftline.pipelines.placement.place import instance_count
-from weftline.pipelines.spec.constants import ABSENT, PASSES, shared_fallback
+from weftline.pipelines.spec.fallbacks import ABSENT, PASSES, shared_fallback
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.pipelines.spec.wire import Wire
 
-_NOT_FOR_CONTROL = (
-    *("batch", "worker", "instances", "reserved", "device", "run_max_ms", "fallback", "retry", "idempotent"),
-    *("timeout_ms", "map", "sequence", "threads", "device_bytes", "idle", "finite"),
-)
-"""Keys about the execution of a node; a control step has none."""
+_OF_CONTROL = frozenset({"node", "pipeline", "inputs", "when"})
+"""Keys of a control step. Others are about the execution of a node, and it has none."""
 
 
 def check_behaviour(checked: Checked, report: Report) -> None:
@@ -44,7 +42,7 @@ def check_behaviour(checked: Checked, report: Report) -> None:
 
 def _check_control(one: CheckedStep, report: Report) -> None:
     usual = Step("")
-    for key in _NOT_FOR_CONTROL:
+    for key in {one.name for one in written_fields(Step)} - _OF_CONTROL:
         if getattr(one.step, key) != getattr(usual, key):
             found = f"has no effect here: {one.step.node} is evaluated without running anything"
             report.add(f"steps.{one.step.name}.{key}", found, fix="remove it")

@@ -22,8 +22,9 @@ from weftline.pipelines.check.options import read_options
 from weftline.pipelines.check.problems import Report, did_you_mean, listed
 from weftline.pipelines.check.wiring import check_streams, check_use, check_wires, fallbacks_of, readers, run_order
 from weftline.pipelines.spec.condition import resolve as resolve_names
-from weftline.pipelines.spec.constants import PASSES, misfit
+from weftline.pipelines.spec.constants import misfit
 from weftline.pipelines.spec.expansion import Constraint, expand
+from weftline.pipelines.spec.fallbacks import PASSES
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.schema import validate
 from weftline.pipelines.spec.serialisation import to_document

@@ -19,7 +19,7 @@ from weftline.pipelines.check.checked import Checked, CheckedStep
 from weftline.pipelines.check.problems import Report
 from weftline.pipelines.check.wiring import fallbacks_of, graph_of, readers
 from weftline.pipelines.spec.condition import Condition, Tree, all_of, any_of, equals, none_of
-from weftline.pipelines.spec.constants import ABSENT
+from weftline.pipelines.spec.fallbacks import ABSENT
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
 

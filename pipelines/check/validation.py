@@ -23,33 +23,44 @@ import msgspec
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
 from weftline.errors import InputError, Problem
-from weftline.fields import FieldClass, Unwritten, Written, hints, markers, plain, written_fields
+from weftline.fields import (
+    FieldClass,
+    Unwritten,
+    Written,
+    default_of,
+    hints,
+    markers,
+    plain,
+    written_fields,
+    written_form,
+)
 from weftline.pipelines.check.problems import PATTERNS, from_validation
 from weftline.pipelines.render.field_docs import field_docs, summary
 
 _CONSTRAINTS = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
 _GENERIC = (list, tuple, dict, set, frozenset, Mapping, Sequence)
-_SHORT = (bool, int, float, str, list, tuple, set, frozenset, Sequence, Literal)
-_LONG = (dict, Mapping)
 
 
 def read(of: Any, data: Any, path: str = "", beside: Iterable[str] = ()) -> tuple[Any, list[Problem]]:
     """Return `data` as a value of type `of`, or None and every problem in it, without file or line.
 
-    TypeError: a value that JSON cannot hold. PydanticUserError, NameError: `of` has a type that cannot be validated.
+    PydanticUserError, NameError: `of` has a type that cannot be validated.
 
     path:   path of `data` in its file.
     beside: keys that are known beside those of `of`, for the message about an unknown key.
     """
-    written = json.dumps(plain(data))
+    try:
+        written = json.dumps(plain(data))
+    except TypeError:
+        return None, list(_unwritable(data, path))
     try:
         return _adapter(of).validate_json(written), []
     except InputError as error:  # raised by a dataclass's own check as 'key: what is wrong'
         key, _, found = str(error).partition(": ")
         return None, [Problem(f"{path}.{key}" if path else key, found)]
     except ValidationError as error:
-        if surrogates := list(_surrogates(data, path)):
-            return None, surrogates
+        if wrong := list(_unwritable(data, path)):
+            return None, wrong
         known = partial(known_keys, of)
         return None, from_validation(
             error, data, path, lambda loc: [*known(loc), *beside] if len(loc) == 0 else known(loc)
@@ -105,29 +116,35 @@ def _bounds(meta: msgspec.Meta) -> Any:
 
 
 def _union(members: Sequence[Any], nullable: bool) -> Any:
-    """Return the union. A mapping and one other kind are told apart first, so that only one of them has problems."""
-    kinds, types = [*map(_kind, members)], [*map(pydantic_type, members)]
-    if kinds.count("long") == 1 and kinds.count("short") == len(kinds) - 1 > 0:
-        long = types.pop(kinds.index("long"))
-        tagged: list[Any] = [Annotated[reduce(or_, types), Tag("short")]]
-        tagged.insert(kinds[0] == "short", Annotated[long, Tag("long")])
-        types = [Annotated[reduce(or_, tagged), Discriminator(_length)]]
-    return reduce(or_, [*types, None] if nullable else types)
+    """Return the union. Mappings, lists and other values are told apart first: only one alternative has problems."""
+    groups: dict[str, list[Any]] = {}
+    for one in members:
+        groups.setdefault(_kind(one), []).append(pydantic_type(one))
+    whole = reduce(or_, map(pydantic_type, members))
+    if len(groups) > 1 and "" not in groups:
+        tagged = [Annotated[reduce(or_, types), Tag(kind)] for kind, types in groups.items()]
+        default = next(iter(groups))
+        tag = {kind: kind if kind in groups else default for kind in ("value", "list", "mapping")}
+        whole = Annotated[reduce(or_, tagged), Discriminator(lambda value: tag[_written_kind(value)])]
+    return whole | None if nullable else whole
 
 
 def _kind(of: Any) -> str:
-    """Return 'long' for a type that is written as a mapping, 'short' for one that is not, '' for any other."""
+    """Return 'mapping', 'list' or 'value', as values of a type are written; '' if that is not known."""
     if get_origin(of) is Annotated:
         form = next((one for one in get_args(of)[1:] if isinstance(one, Written)), None)
         return _kind(get_args(of)[0] if form is None else form.type)
     base = get_origin(of) or of
-    if base in _LONG or _is_declared(of):
-        return "long"
-    return "short" if base in _SHORT or (isinstance(base, type) and issubclass(base, Enum | PurePath)) else ""
+    if base in (dict, Mapping) or _is_declared(of):
+        return "mapping"
+    if base in (list, tuple, set, frozenset, Sequence):
+        return "list"
+    known = base in (bool, int, float, str, Literal) or (isinstance(base, type) and issubclass(base, Enum | PurePath))
+    return "value" if known else ""
 
 
-def _length(value: Any) -> str:
-    return "long" if isinstance(value, Mapping) else "short"
+def _written_kind(value: Any) -> str:
+    return "mapping" if isinstance(value, Mapping) else "list" if isinstance(value, list | tuple) else "value"
 
 
 @cache
@@ -187,21 +204,30 @@ def _describe(of: type[Any], schema: dict[str, Any]) -> None:
     if about := summary(of):
         schema["description"] = about
     docs = field_docs(of)
-    for name, entry in schema.get("properties", {}).items():
-        if name in docs:
-            entry["description"] = docs[name]
+    for one in written_fields(of):
+        entry = schema["properties"][one.name]
+        if one.name in docs:
+            entry["description"] = docs[one.name]
+        form, default = written_form(hints(of)[one.name]), entry.get("default")
+        if form is not None and default is not None:
+            entry["default"] = form.write(default_of(one))
 
 
-def _surrogates(value: Any, path: str) -> Iterator[Problem]:
-    """Yield a problem for each text that cannot be encoded: one half of a surrogate pair."""
-    if isinstance(value, Mapping):
+def _unwritable(value: Any, path: str) -> Iterator[Problem]:
+    """Yield a problem for each value that JSON cannot hold: objects, keys of other types, halves of surrogate pairs."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, one in value.items():
-            yield from _surrogates(one, f"{path}.{key}" if path else str(key))
+            yield from _unwritable(one, f"{path}.{key}" if path else key)
     elif isinstance(value, list | tuple):
         for index, one in enumerate(value):
-            yield from _surrogates(one, f"{path}.{index}")
+            yield from _unwritable(one, f"{path}.{index}")
     elif isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
         yield Problem(path, ascii(value)[:60], "Unicode text; this has one half of a surrogate pair")
+    else:
+        try:
+            plain(value)
+        except TypeError as error:
+            yield Problem(path, str(error))
 
 
 def _flat(schemas: Iterable[Any], defs: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput,
 from weftline.pipelines.placement.profile_file import Profile
 from weftline.pipelines.placement.transfers import device_edges, with_transfers
 from weftline.pipelines.spec.condition import Condition, all_of
-from weftline.pipelines.spec.constants import ABSENT
+from weftline.pipelines.spec.fallbacks import ABSENT
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.spec.wire import Wire

@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weftline.errors import PipelineError, Problem
 from weftline.pipelines.check.problems import from_validation
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Pipeline
-from weftline.pipelines.spec.schema import Strict
 from weftline.shm.device.names import kind_of
 
 BYTES_MAX = 16 << 20
@@ -196,6 +195,12 @@ Millis = Annotated[float, Field(ge=0, le=86_400_000)]
 ITEMS_PATTERN, DIGEST_PATTERN = r"^[1-9][0-9]{0,5}$", rf"^[0-9a-f]{{{DIGEST_CHARS}}}$"
 Items = Annotated[str, Field(pattern=ITEMS_PATTERN)]
 Text = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class Strict(BaseModel):
+    """Model with exact types and without further keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class MeasuredEntry(Strict):

@@ -21,7 +21,7 @@ from weftline.pipelines.render.field_docs import summary
 from weftline.pipelines.spec.condition import ALLOWED, CHARS_MAX
 from weftline.pipelines.spec.document import DEPTH_MAX, EVENTS_MAX, TEXT_BYTES_MAX
 from weftline.pipelines.spec.json_schema import catalog_nodes, json_schema, node_options
-from weftline.pipelines.spec.schema import NAME_CHARS_MAX
+from weftline.pipelines.spec.policy import NAME_CHARS_MAX
 
 YAML_PAGE = Path("docs/reference/yaml.md")
 COMMAND = "python -m weftline.pipelines.render.reference"
@@ -76,13 +76,13 @@ def yaml_reference() -> str:
     """Return the page, in Markdown: every key of a pipeline file and every option of the built-in nodes."""
     schema = json_schema()
     defs = schema["$defs"]
-    names = defs["StepEntry"]["properties"]["node"]["anyOf"][0]
+    names = defs["Step"]["properties"]["node"]["anyOf"][0]
     names["enum"] = [name for name in names["enum"] if name not in FAKES]
     parts = [_INTRO]
     for title, of in (
         ("The file", schema),
         ("Inputs, in long form", defs["Input"]),
-        ("Steps", defs["StepEntry"]),
+        ("Steps", defs["Step"]),
         ("`batch` of a step", defs["BatchPolicy"]),
         ("`retry` of a step, in long form", defs["Retry"]),
         ("`sequence` of a step", defs["SequencePolicy"]),

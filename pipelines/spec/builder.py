@@ -22,15 +22,15 @@ from types import FrameType
 from typing import Any
 
 from weftline.errors import Problem
-from weftline.fields import plain
+from weftline.fields import changed_fields, default_of, plain, written_fields
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import Node
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.document import Document
-from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.loader import to_pipeline
 from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.spec.serialisation import changed_fields, to_yaml
+from weftline.pipelines.spec.serialisation import to_yaml
 from weftline.pipelines.spec.wire import ConstantWire, StepHandle, Wire, constant
 
 __all__ = ["Builder", "ConstantWire", "StepHandle", "constant"]
@@ -127,46 +127,20 @@ class Builder:
         given:    a wire is an input port, any other value an option of the node.
         All other keywords are those of a pipeline file.
         """
-        entry: dict[str, Any] = {}
+        keywords, entry = dict(locals()), dict[str, Any]()
         if node is not None:
             named, options = self._node(name, node)
             entry = {"node": named, **options}
-        own: dict[str, tuple[Any, Any]] = {
-            "pipeline": (pipeline, None),
-            "when": (when.text if isinstance(when, Condition) else when, None),
-            "batch": (batch, None),
-            "map": (map, ()),
-            "retry": (retry, None),
-            "timeout_ms": (timeout_ms, None),
-            "idempotent": (idempotent, None),
-            "finite": (finite, False),
-            "sequence": (sequence, None),
-            "worker": (worker, None),
-            "instances": (instances, 1),
-            "reserved": (reserved, 0),
-            "device": (device, "auto"),
-            "threads": (threads, None),
-            "device_bytes": (device_bytes, None),
-            "idle": (idle, None),
-            "run_max_ms": (run_max_ms, None),
-        }
         wires: dict[str, Any] = dict(inputs or {})
-        if isinstance(fallback, Wire):
-            wires["fallback"] = fallback
-        elif fallback is not None:
-            entry["fallback"] = self._plain(f"steps.{name}.fallback", _named(fallback))
-        for key, value in given.items():
-            if isinstance(value, Wire | StepHandle):
+        if "node" in given:
+            self._refuse(f"steps.{name}.node", "set twice", "the node once, as the second argument")
+        own = {key: keywords.get(key, usual) for key, usual in _USUAL.items()}
+        changed = {key: value for key, value in own.items() if _differs(value, _USUAL[key])}
+        for key, value in {**given, **changed}.items():
+            if isinstance(value, Wire) or (isinstance(value, StepHandle) and key != "fallback"):
                 wires[key] = value
-            elif key == "node":
-                self._refuse(f"steps.{name}.node", "set twice", "the node once, as the second argument")
-            else:
-                entry[key] = self._plain(f"steps.{name}.{key}", value)
-        for key, (value, usual) in own.items():
-            if isinstance(value, Wire | StepHandle):
-                wires[key] = value
-            elif value is not usual and (value != usual or type(value) is not type(usual)):
-                entry[key] = self._plain(f"steps.{name}.{key}", _policy(value))
+            elif key != "node":
+                entry[key] = self._plain(f"steps.{name}.{key}", _policy(value) if key in _USUAL else value)
         entry["inputs"] = {port: self._wired(f"steps.{name}.inputs.{port}", wire) for port, wire in wires.items()}
         self._put("steps", name, entry)
         return StepHandle(name)
@@ -265,14 +239,24 @@ def _folder(source: str) -> Path:
     return path.parent if path.is_file() else Path.cwd()
 
 
+_USUAL = {one.name: default_of(one) for one in written_fields(Step) if one.name not in ("node", "inputs")}
+"""Keys of a step that are keywords of `Builder.step`, with their defaults."""
+_USUAL["pipeline"] = None
+
+
+def _differs(value: Any, usual: Any) -> bool:
+    return value is not usual and (type(value) is not type(usual) or bool(value != usual))
+
+
 def _policy(value: Any) -> Any:
+    """Return a keyword's value as a file writes it."""
+    if isinstance(value, Condition):
+        return value.text
+    if isinstance(value, StepHandle):
+        return str(value)
     if dataclasses.is_dataclass(value):
         return changed_fields(value)
     return dict(value) if isinstance(value, Mapping) else value
-
-
-def _named(fallback: Any) -> Any:
-    return str(fallback) if isinstance(fallback, StepHandle) else fallback
 
 
 def owners(config: type) -> list[type[Node]]:

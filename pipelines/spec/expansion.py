@@ -27,7 +27,7 @@ from weftline.nodes.ports import PortType
 from weftline.nodes.template import SEPARATOR
 from weftline.nodes.template_sandbox import TEMPLATE_CHARS_MAX
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
-from weftline.pipelines.spec.constants import expand_fallbacks
+from weftline.pipelines.spec.fallbacks import expand_fallbacks
 from weftline.pipelines.spec.graph import Pipeline, Step
 from weftline.pipelines.spec.subpipelines import Constraint, expand_subpipelines
 from weftline.pipelines.spec.wire import Wire

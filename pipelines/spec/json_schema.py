@@ -23,7 +23,7 @@ _TEMPLATED = {"llm": "prompt"}
 
 def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
     """Return the schema of a pipeline file, with the options of catalog nodes."""
-    schema = PipelineFile.model_json_schema(mode="validation")
+    schema = json_schema_of(PipelineFile)
     defs: dict[str, Any] = schema["$defs"]
     for title, one in [("PipelineFile", schema), *defs.items()]:
         one.pop("title", None)
@@ -31,7 +31,7 @@ def json_schema(catalog: Mapping[str, str] = CATALOG) -> dict[str, Any]:
         for entry in one.get("properties", {}).values():
             entry.pop("title", None)
             _close(entry)
-    step = defs["StepEntry"]
+    step = defs["Step"]
     nodes = catalog_nodes(catalog)
     step["properties"]["node"]["anyOf"] = [{"enum": list(nodes)}, {"type": "string", "pattern": ":"}]
     step["oneOf"] = [{"required": ["node"]}, {"required": ["pipeline"]}]

@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-from pydantic import BaseModel
 
 from weftline.errors import PipelineError, Problem
+from weftline.fields import markers, written_fields
 from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.check.checker import check
-from weftline.pipelines.spec import condition
 from weftline.pipelines.spec.constants import type_of
 from weftline.pipelines.spec.document import Document, hide_secrets, read_document, read_file
-from weftline.pipelines.spec.graph import Input, Pipeline, Step
-from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.spec.schema import ConstantEntry, PipelineFile, StepEntry, validate
-from weftline.pipelines.spec.wire import Wire
+from weftline.pipelines.spec.graph import STRUCTURAL, Input, Pipeline, Step
+from weftline.pipelines.spec.policy import GpuPolicy, Limits, Slo
+from weftline.pipelines.spec.schema import PipelineFile, validate
+from weftline.pipelines.spec.wire import ConstantWire, Wire
 
 
 def load_file(path: str | Path, catalog: Mapping[str, str] = CATALOG) -> Pipeline:
@@ -74,7 +70,7 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
         return None
     value = copy.deepcopy(document.value)
     for one in problems:
-        if one.found != "unknown key" and not _APART.match(one.path):
+        if one.found != "unknown key" and not _apart(one.path):
             return None
         *outer, key = one.path.split(".")
         place = value
@@ -86,24 +82,33 @@ def _without(document: Document, problems: list[Problem]) -> PipelineFile | None
     return validate(value)[0]
 
 
-_APART = re.compile(
-    r"^(about|limits|slo|gpu|inputs\.[^.]+\.(about|seconds_max|pixels_max|bytes_max)"
-    r"|steps\.[^.]+\.(batch|worker|instances|reserved|device|threads|device_bytes|idle|run_max_ms|retry|timeout_ms|idempotent"
-    r"|finite|sequence))(\.|$)"
-)
-"""Paths that no wire and no type depends on."""
+def _apart(path: str) -> bool:
+    """Return True if no wire, no type and no other key depends on the key at `path`."""
+    outer, _, rest = path.partition(".")
+    owner = {"inputs": Input, "steps": Step}.get(outer)
+    if owner is None:
+        return outer in ("about", "limits", "slo", "gpu")
+    keys = {one.name for one in written_fields(owner)}
+    key = rest.partition(".")[2].partition(".")[0]
+    return key in keys and STRUCTURAL not in markers(owner)[key]
 
 
-def _pipeline(model: PipelineFile, document: Document, file: str, base_dir: Path) -> Pipeline:
+def _pipeline(written: PipelineFile, document: Document, file: str, base_dir: Path) -> Pipeline:
+    constants = [
+        Input(f"{name}/{port}", type_of(wire.value), default=wire.value, hidden=True)  # no written name has a `/`
+        for name, step in written.steps.items()
+        for port, wire in step.inputs.items()
+        if isinstance(wire, ConstantWire)
+    ]
     return Pipeline(
-        name=model.name,
-        about=model.about,
-        inputs=(*(Input(name, **dict(entry)) for name, entry in model.inputs.items()), *_constants(model)),
-        steps=tuple(_step(name, entry) for name, entry in model.steps.items()),
-        outputs={name: parse_wire(text) for name, text in model.outputs.items()},
-        limits=Limits(**_fields(model.limits)),
-        slo=Slo(**_fields(model.slo)),
-        gpu=GpuPolicy(**_fields(model.gpu)),
+        name=written.name,
+        about=written.about,
+        inputs=(*(dataclasses.replace(one, name=name) for name, one in written.inputs.items()), *constants),
+        steps=tuple(_step(name, step) for name, step in written.steps.items()),
+        outputs=dict(written.outputs),
+        limits=written.limits or Limits(),
+        slo=written.slo or Slo(),
+        gpu=written.gpu or GpuPolicy(),
         file=file,
         base_dir=base_dir,
         lines=document.lines,
@@ -111,54 +116,12 @@ def _pipeline(model: PipelineFile, document: Document, file: str, base_dir: Path
     )
 
 
-def _constants(model: PipelineFile) -> Iterator[Input]:
-    """Yield a hidden input for each constant on a port; `/` cannot occur in user-written names."""
-    for step, entry in model.steps.items():
-        for port, source in entry.inputs.items():
-            if isinstance(source, ConstantEntry):
-                yield Input(f"{step}/{port}", type_of(source.value), default=source.value, hidden=True)
-
-
-def parse_wire(text: str) -> Wire:
-    """Return the wire written as `step.port`, or as the name of a pipeline input."""
-    step, dot, port = text.partition(".")
-    return Wire(step, port) if dot else Wire(None, text)
-
-
-def _step(name: str, entry: StepEntry) -> Step:
-    retry, idle = entry.retry, entry.idle
-    return Step(
-        name=name,
-        node=entry.node or "",
-        pipeline=entry.pipeline or "",
-        options=dict(entry.model_extra or {}),
-        inputs={port: _source(name, port, source) for port, source in entry.inputs.items()},
-        when=condition.parse(entry.when) if entry.when is not None else None,
-        batch=BatchPolicy(**dict(entry.batch)) if entry.batch is not None else None,
-        map=entry.map,
-        retry=Retry(retry) if isinstance(retry, int) else Retry(**dict(retry)) if retry is not None else None,
-        timeout_ms=entry.timeout_ms,
-        fallback=entry.fallback,
-        idempotent=entry.idempotent,
-        finite=entry.finite,
-        sequence=SequencePolicy(**dict(entry.sequence)) if entry.sequence is not None else None,
-        worker=entry.worker,
-        instances=entry.instances,
-        reserved=entry.reserved,
-        device=entry.device,
-        threads=entry.threads,
-        device_bytes=entry.device_bytes,
-        idle=None if idle is None else IdlePolicy(**dict(idle)) if isinstance(idle, BaseModel) else IdlePolicy(idle),
-        run_max_ms=entry.run_max_ms,
-    )
-
-
-def _source(step: str, port: str, written: str | ConstantEntry) -> Wire:
-    return parse_wire(written) if isinstance(written, str) else Wire(None, f"{step}/{port}")
-
-
-def _fields(model: BaseModel | None) -> dict[str, Any]:
-    return {} if model is None else dict(model)
+def _step(name: str, step: Step) -> Step:
+    inputs = {
+        port: Wire(None, f"{name}/{port}") if isinstance(wire, ConstantWire) else wire
+        for port, wire in step.inputs.items()
+    }
+    return dataclasses.replace(step, name=name, inputs=inputs)
 
 
 def line_of(path: str, lines: Mapping[str, int]) -> int:

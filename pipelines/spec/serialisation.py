@@ -5,17 +5,15 @@ Defaults are omitted and a type alone is written in its short form, so the outpu
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
-from weftline.fields import plain
+from weftline.fields import changed_fields, plain
 from weftline.pipelines.spec.document import escaped, without_secrets
-from weftline.pipelines.spec.graph import Input, Pipeline, Step
-from weftline.pipelines.spec.policy import BatchPolicy, IdlePolicy, Retry, SequencePolicy
+from weftline.pipelines.spec.graph import Pipeline, Step, write_input
 from weftline.pipelines.spec.wire import Wire
 
 
@@ -25,7 +23,7 @@ def to_document(pipeline: Pipeline) -> dict[str, Any]:
     if pipeline.about:
         document["about"] = pipeline.about
     if asked := [one for one in pipeline.inputs if not one.hidden]:
-        document["inputs"] = {one.name: _input(one) for one in asked}
+        document["inputs"] = {one.name: write_input(one) for one in asked}
     constants = {Wire(None, one.name): plain(one.default) for one in pipeline.inputs if one.hidden}
     document["steps"] = {step.name: _step(step, constants) for step in pipeline.steps}
     document["outputs"] = {name: str(wire) for name, wire in pipeline.outputs.items()}
@@ -41,62 +39,17 @@ def to_yaml(pipeline: Pipeline) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def changed_fields(value: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass value that differ from their defaults, as plain values."""
-    changed = {}
-    for field in dataclasses.fields(value):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        current = getattr(value, field.name)
-        if current != default or type(current) is not type(default):
-            changed[field.name] = plain(current)
-    return changed
-
-
-def _input(one: Input) -> Any:
-    entry = changed_fields(one)
-    entry.pop("name")
-    return entry["type"] if len(entry) == 1 else entry
-
-
 def _step(step: Step, constants: Mapping[Wire, Any]) -> dict[str, Any]:
-    what = {"node": step.node, "pipeline": step.pipeline}
-    entry: dict[str, Any] = {key: value for key, value in what.items() if value}
-    entry |= {key: plain(value) for key, value in step.options.items()}
+    changed = changed_fields(step)
+    what = {key: changed.pop(key) for key in ("node", "pipeline") if key in changed}
+    options = {key: plain(value) for key, value in step.options.items()}
     if step.inputs:
-        entry["inputs"] = {port: _source(wire, constants) for port, wire in step.inputs.items()}
-    if step.when is not None:
-        entry["when"] = step.when.text
-    if step.batch is not None:
-        entry["batch"] = changed_fields(step.batch) or {"items_max": BatchPolicy().items_max}
-    if step.map:
-        entry["map"] = step.map[0] if len(step.map) == 1 else list(step.map)
-    if step.retry is not None:
-        entry["retry"] = _retry(step.retry)
-    if step.sequence is not None:
-        entry["sequence"] = changed_fields(step.sequence) or {"live_max": SequencePolicy().live_max}
-    if step.idle is not None:
-        entry["idle"] = _idle(step.idle)
-    return entry | {key: value for key, value in changed_fields(step).items() if key in _PLAIN_KEYS}
-
-
-_PLAIN_KEYS = (
-    *("timeout_ms", "fallback", "idempotent", "finite", "worker", "instances", "reserved", "device", "threads"),
-    *("device_bytes", "run_max_ms"),
-)
+        changed["inputs"] = {port: _source(wire, constants) for port, wire in step.inputs.items()}
+    return what | options | changed
 
 
 def _source(wire: Wire, constants: Mapping[Wire, Any]) -> Any:
     return {"value": constants[wire]} if wire in constants else str(wire)
-
-
-def _retry(retry: Retry) -> Any:
-    changed = changed_fields(retry)
-    return changed if set(changed) - {"attempts"} else retry.attempts
-
-
-def _idle(idle: IdlePolicy) -> Any:
-    usual = idle.keep == IdlePolicy(idle.after_s).keep
-    return plain(idle.after_s) if usual else {"after_s": plain(idle.after_s), "keep": idle.keep}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -17,8 +17,11 @@ from weftline.pipelines.check.checker import examine
 from weftline.pipelines.check.problems import did_you_mean
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
-from weftline.pipelines.spec.schema import NAME_CHARS_MAX
+from weftline.pipelines.spec.policy import NAME_CHARS_MAX
 from weftline.pipelines.spec.wire import Wire
+
+_IN_GRAPH = ("when", "map", "retry", "timeout_ms", "fallback", "worker", "idle")
+"""Keys of a step that make no sense outside its pipeline."""
 
 
 def alone(pipeline: Pipeline, name: str) -> Pipeline:
@@ -38,22 +41,11 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
         for port in one.ports.inputs
     )
     own = one.step.name.replace("/", "-")[:NAME_CHARS_MAX]
-    step = Step(
-        own,
-        one.step.node,
-        options=one.step.options,
+    step = replace(
+        one.step,
+        name=own,
         inputs={given.name: Wire(None, given.name) for given in inputs},
-        batch=one.step.batch,
-        device=one.step.device,
-        threads=one.step.threads,
-        device_bytes=one.step.device_bytes,
-        instances=one.step.instances,
-        reserved=one.step.reserved,
-        run_max_ms=one.step.run_max_ms,
-        idempotent=one.step.idempotent,
-        finite=one.step.finite,
-        sequence=one.step.sequence,
-        base_dir=one.step.base_dir,
+        **{key: getattr(Step(""), key) for key in _IN_GRAPH},
     )
     outputs = {port.name: Wire(own, port.name) for port in one.ports.outputs}
     whole = f"{pipeline.name}-{own}"[:NAME_CHARS_MAX]

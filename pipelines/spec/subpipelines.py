@@ -23,8 +23,8 @@ from weftline.errors import PipelineError, Problem
 from weftline.nodes.contract import ConfigError
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
 from weftline.pipelines.spec.condition import Condition, all_of, rewired
-from weftline.pipelines.spec.constants import PASSES
 from weftline.pipelines.spec.document import TEXT_BYTES_MAX, read_document
+from weftline.pipelines.spec.fallbacks import PASSES
 from weftline.pipelines.spec.graph import Input, Pipeline, Step
 from weftline.pipelines.spec.wire import Wire
 

@@ -23,6 +23,12 @@ class Wire:
         return self.port if self.step is None else f"{self.step}.{self.port}"
 
 
+def parse_wire(text: str) -> Wire:
+    """Return the wire written as `step.port`, or as the name of a pipeline input."""
+    step, dot, port = text.partition(".")
+    return Wire(step, port) if dot else Wire(None, text)
+
+
 @dataclass(frozen=True, slots=True)
 class ConstantWire(Wire):
     """A wire with the same value for every request: text, a number, true, false, None, a list or a mapping."""

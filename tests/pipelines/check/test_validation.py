@@ -81,7 +81,7 @@ def test_every_bound_is_reported_with_its_path_at_once() -> None:
         "count": ("9", "at most 8", ""),
         "at.B": ("the key 'B'", "small letters", ""),
         "at.b.first_ms": ("'1'", "a number", "write it without quotes"),
-        "hidden": ("unknown key", "one of wait, count, at, inner", ""),
+        "hidden": ("unknown key", "one of count, at, inner, wait", ""),
     }
     assert found({"wait": -1}) == {"wait": ("-1", "more than 0", "")}, "a short form has one problem, not two"
 
@@ -92,6 +92,13 @@ def test_a_check_of_the_dataclass_has_path_and_remedy() -> None:
 
 def test_further_keys_are_kept_where_a_field_takes_them() -> None:
     assert read(Open, {"own": 1, "b": [1], "more": 2})[0] == Open(1, {"b": [1], "more": 2})
+
+
+def test_a_value_that_json_cannot_hold_has_a_path() -> None:
+    assert found({"own": 1, "deep": [object(), {1: 2}]}, Open) == {
+        "deep.0": ("a value of type object, which a pipeline file cannot contain", "", ""),
+        "deep.1": ("a mapping with a key that is not text", "", ""),
+    }
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])

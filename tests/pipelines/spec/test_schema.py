@@ -1,46 +1,31 @@
 """The models of the file format follow the values they stand for."""
 
 import dataclasses
-from typing import get_type_hints
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from weftline.errors import Problem
-from weftline.pipelines.spec.graph import Input, Step
+from weftline.fields import classes, written_fields
+from weftline.pipelines.check.validation import json_schema_of, read
+from weftline.pipelines.render.field_docs import field_docs
+from weftline.pipelines.spec.graph import Input, Step, StepPolicy
 from weftline.pipelines.spec.policy import BatchPolicy, GpuPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
-from weftline.pipelines.spec.schema import (
-    BESIDE_PIPELINE,
-    BOUNDS,
-    STEP_KEYS,
-    BatchEntry,
-    GpuEntry,
-    IdleEntry,
-    InputEntry,
-    LimitsEntry,
-    RetryEntry,
-    SequenceEntry,
-    SloEntry,
-    validate,
-)
+from weftline.pipelines.spec.schema import BESIDE_PIPELINE, STEP_KEYS, PipelineFile, validate
 
-POLICIES = [
-    (BatchEntry, BatchPolicy),
-    (RetryEntry, Retry),
-    (SequenceEntry, SequencePolicy),
-    (LimitsEntry, Limits),
-    (SloEntry, Slo),
-    (GpuEntry, GpuPolicy),
-]
+OPTIONS = [Input, Step, StepPolicy, BatchPolicy, Retry, SequencePolicy, Limits, Slo, GpuPolicy, IdlePolicy]
 
 
-@pytest.mark.parametrize(("model", "value"), POLICIES)
-def test_policies_have_one_home(model, value) -> None:
-    assert model().model_dump() == dataclasses.asdict(value())
-    assert all(field.description for field in model.model_fields.values())
+@pytest.mark.parametrize("of", [*OPTIONS, PipelineFile])
+def test_every_key_has_a_sentence_of_documentation(of: type) -> None:
+    docs = field_docs(of)
+    assert [one.name for one in written_fields(of) if not docs.get(one.name, "").endswith(".")] == []
 
 
-def test_an_input_is_its_entry_and_its_name() -> None:
-    assert {"name", "hidden", *InputEntry.model_fields} == {field.name for field in dataclasses.fields(Input)}
+@pytest.mark.parametrize("of", OPTIONS)
+def test_every_field_has_a_class(of: type) -> None:
+    assert [name for name, found in classes(of).items() if found is None] == []
 
 
 def test_step_keys_are_the_fields_of_a_step() -> None:
@@ -48,17 +33,27 @@ def test_step_keys_are_the_fields_of_a_step() -> None:
 
 
 def test_idle_needs_its_time_and_keeps_the_process() -> None:
-    assert IdleEntry(after_s=3.0).model_dump() == dataclasses.asdict(IdlePolicy(3.0))
-    assert all(field.description for field in IdleEntry.model_fields.values())
+    assert read(IdlePolicy, {"after_s": 3.0})[0] == IdlePolicy(3.0)
     assert validated({"node": "x", "idle": {"keep": "host"}})["idle.after_s"].fix == "add `after_s:`"
 
 
-@pytest.mark.parametrize("policy", [*(policy for _, policy in POLICIES), IdlePolicy])
-def test_every_number_of_a_policy_has_bounds(policy) -> None:
-    hints = get_type_hints(policy)
-    assert set(BOUNDS[policy]) == {
-        name for name, hint in hints.items() if hint in (int, float, float | None, int | None)
-    }
+@pytest.mark.parametrize("of", OPTIONS)
+def test_every_number_of_a_policy_has_bounds(of: type) -> None:
+    assert list(without_bounds(json_schema_of(of))) == []
+
+
+def without_bounds(schema: Any) -> Iterator[Any]:
+    """Yield the schemas of numbers without both bounds."""
+    if isinstance(schema, list):
+        schema = dict(enumerate(schema))
+    if not isinstance(schema, dict):
+        return
+    if schema.get("type") in ("integer", "number"):
+        low, high = {"minimum", "exclusiveMinimum"} & schema.keys(), "maximum" in schema
+        if not (low and high):
+            yield schema
+    for one in schema.values():
+        yield from without_bounds(one)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_every_number_of_a_policy_has_bounds(policy) -> None:
         ("batch.wait_max_ms", float("nan"), "a finite number"), ("instances", 0, "at least 1"),
         ("batch.wait", "always", "'fixed' or 'auto'"), ("batch.sizes", 4, "a list"), ("batch.sizes", [], "at least 1"),
         ("batch.pad", [64], "a mapping"), ("batch.shapes", "equal", "'any' or 'same'"),
-        ("map", 3, "a list"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
+        ("map", 3, "text"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
         ("retry.wait_ms", -1, "at least 0"), ("retry.on", "error", "a list"), ("when", True, "text"),
         ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
         ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
