@@ -61,11 +61,6 @@ def is_well(server: Hosted, path: str = "/v2") -> bool:
         return client.getresponse().status == 200
 
 
-def connections_class(server: Hosted) -> Any:
-    running: Any = server.server._server
-    return running.config.http_protocol_class
-
-
 def protocols(server: Hosted) -> list[Any]:
     running: Any = server.server._server
     return list(running.server_state.connections)
@@ -136,7 +131,7 @@ def test_chunks_of_a_byte_are_parsed_in_turns(server: Hosted, monkeypatch: pytes
         bodies.append(len(data))
 
     turns: list[int] = []
-    parse = connections_class(server)._parse
+    parse = http_connection.LimitedProtocol._parse
 
     def turn(protocol: Any, data: bytes) -> None:
         before = len(bodies)
@@ -144,7 +139,7 @@ def test_chunks_of_a_byte_are_parsed_in_turns(server: Hosted, monkeypatch: pytes
         turns.append(len(bodies) - before)
 
     monkeypatch.setattr(HttpToolsProtocol, "data_received", counted)
-    monkeypatch.setattr(connections_class(server), "_parse", turn)
+    monkeypatch.setattr(http_connection.LimitedProtocol, "_parse", turn)
     monkeypatch.setattr(http_connection, "TURN_S", 0.0)
     monkeypatch.setattr(http_connection, "SHORT_TURN_S", 0.0)
     with contextlib.ExitStack() as stack:
