@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
 
+from weftline.fields import DERIVED, LOAD
 from weftline.shm.spec import ITEM_BYTES
 
 KINDS = ("tensor", "text", "json", "bytes", "image", "audio", "detections", "any")
@@ -137,11 +139,11 @@ class Port:
     about:    one line of documentation.
     """
 
-    name: str
-    type: PortType
-    optional: bool = False
-    pieces: bool = False
-    about: str = ""
+    name: Annotated[str, LOAD]
+    type: Annotated[PortType, LOAD]
+    optional: Annotated[bool, DERIVED] = False
+    pieces: Annotated[bool, DERIVED] = False
+    about: Annotated[str, DERIVED] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,9 @@ RESOURCE = FieldClass("load", False)
 REQUEST = FieldClass("request", True)
 GRAPH = FieldClass("graph", True)
 SCHEDULE = FieldClass("graph", False)
-"""Scheduling, names and what follows from other fields, without an effect on results: times, retries, priorities."""
+"""Scheduling, without an effect on results: times, retries, limits on open work."""
+DERIVED = FieldClass("graph", False)
+"""Follows from other fields, or is there for display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,17 @@ def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
     return {name: next(iter(_marks(cls, name, FieldClass)), None) for name in markers(cls)}
 
 
+def result_fields(cls: type[Any], default: FieldClass | None = None) -> list[str]:
+    """Return the fields that change results. TypeError: a field has no class, and there is no `default`."""
+    found = []
+    for name, given in classes(cls).items():
+        of = given or default
+        if of is None:
+            raise TypeError(f"{cls.__name__}.{name} has no class")
+        found += [name] if of.results else []
+    return found
+
+
 @cache
 def written_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of a dataclass that are keys of a file, its own before inherited ones."""
@@ -108,7 +122,8 @@ def written_form(hint: Any) -> Written | None:
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         return next((one for one in marks if isinstance(one, Written)), None) or written_form(inner)
-    return next((one for part in get_args(hint) if (one := written_form(part))), None)
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
+    return next((one for part in parts if (one := written_form(part))), None)
 
 
 def shorthand(of: type[Any], key: str, **unwritten: Any) -> Written:

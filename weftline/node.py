@@ -50,6 +50,7 @@ copy.
 from __future__ import annotations
 
 from weftline.errors import MissingPackage, ModelError, StepError
+from weftline.fields import LOAD, REQUEST, RESOURCE
 from weftline.nodes.contract import (
     Batch,
     BatchNode,
@@ -73,6 +74,9 @@ from weftline.shm.device.tensor import DeviceTensor
 
 __all__ = [
     "AUDIO_HZ",
+    "LOAD",
+    "REQUEST",
+    "RESOURCE",
     "USUAL",
     "Batch",
     "BatchNode",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from weftline.engine.llm.answer_syntax import TOOL_FORMATS
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
+from weftline.fields import RESOURCE
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_store import is_url
 from weftline.shm.device.names import torch_device
@@ -57,7 +59,7 @@ class LlmConfig:
     """Pooling of token embeddings: last, mean or first."""
     page_tokens: int = 16
     """Tokens in one page of the KV memory."""
-    kv_bytes: int | None = None
+    kv_bytes: Annotated[int | None, RESOURCE] = None
     """KV memory in bytes, reserved at start; by default 256 MiB on a CPU, less where the model cannot use it,
     and on a GPU what its budget leaves."""
     kv_dtype: str = "auto"

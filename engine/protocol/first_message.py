@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 
 from weftline.engine.protocol import messages as msg
+from weftline.fields import copied
 from weftline.pipelines.placement.budget import kv_most, reserve_of, takes_rest
 from weftline.pipelines.placement.chains import step_threads
 from weftline.pipelines.placement.plan import Plan, PlannedStep
+from weftline.pipelines.spec.policy import CallPolicy
 
 
 def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:
@@ -19,18 +21,18 @@ def open_message(plan: Plan, worker: int, cache_dir: Path) -> msg.OpenSteps:
         for index, step in enumerate(plan.steps)
         if step.name in planned.steps
     )
-    folders = str(plan.base_dir.absolute()), str(cache_dir.absolute())
     return msg.OpenSteps(
-        planned.name,
-        planned.arena_bytes,
-        planned.threads,
-        *folders,
-        steps,
-        planned.device,
-        planned.device_arena_bytes,
-        plan.ordering,
-        logging.getLogger().getEffectiveLevel(),  # workers follow this process's root logger
-        plan.nvtx and bool(planned.device),
+        worker=planned.name,
+        arena_bytes=planned.arena_bytes,
+        threads=planned.threads,
+        base_dir=str(plan.base_dir.absolute()),
+        cache_dir=str(cache_dir.absolute()),
+        steps=steps,
+        device=planned.device,
+        device_arena_bytes=planned.device_arena_bytes,
+        ordering=plan.ordering,
+        log_level=logging.getLogger().getEffectiveLevel(),  # workers follow this process's root logger
+        nvtx=plan.nvtx and bool(planned.device),
     )
 
 
@@ -38,27 +40,24 @@ def _step_to_open(index: int, step: PlannedStep, worker: int, thread: int, plan:
     device = step.devices[step.workers.index(worker)] if step.devices else step.device
     budget = next((one for one in plan.budgets if one.device == device and takes_rest(step, one)), None)
     return msg.StepToOpen(
-        index,
-        step.name,
-        step.node,
-        dict(step.options),
-        tuple((given.port, str(given.type)) for given in step.inputs),
-        tuple((port.name, str(port.type)) for port in step.outputs),
-        device,
-        step.batch.items_max,
-        step.mutates_inputs,
-        dict(step.batch.pad),
-        step.batch.pad_value,
-        str(step.base_dir.absolute()) if step.base_dir is not None else "",
-        step.streams,
-        step.fed,
-        step.device_inputs,
-        dict(step.device_outputs),
-        step.finite,
-        step.sequence is not None,
+        index=index,
+        name=step.name,
+        node=step.node,
+        options=dict(step.options),
+        inputs=tuple((given.port, str(given.type)) for given in step.inputs),
+        outputs=tuple((port.name, str(port.type)) for port in step.outputs),
+        device=device,
+        batch=step.batch,
+        mutates_inputs=step.mutates_inputs,
+        policy=CallPolicy(**copied(CallPolicy, step)),
+        base_dir=str(step.base_dir.absolute()) if step.base_dir is not None else "",
+        streams=step.streams,
+        fed=step.fed,
+        device_inputs=step.device_inputs,
+        device_outputs=dict(step.device_outputs),
+        remembers=step.sequence is not None,
         memory_limit_bytes=budget.rest_bytes if budget is not None else 0,
         reserve_bytes=reserve_of(budget) if budget is not None else 0,
         kv_most_bytes=kv_most(plan, step, device),
         thread=thread,
-        sizes=step.batch.sizes,
     )

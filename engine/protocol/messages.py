@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from weftline.errors import BY_NAME
+from weftline.pipelines.spec.policy import BatchPolicy, CallPolicy
 from weftline.shm.block import Block, Key, Place
 
 ErrorName = Annotated[str, msgspec.Meta(pattern=rf"\A(?:{'|'.join(BY_NAME)})\Z")]
@@ -156,6 +157,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 class StepToOpen(msgspec.Struct, frozen=True):
     """Configuration of a step for its worker; fields as in PlannedStep, port types as text.
 
+    policy:       keys of the step that apply to single calls of its node.
     base_dir:     base of relative paths in its options; '': the base_dir of OpenSteps.
     streams:      the step is run as a StreamNode.
     fed:          inputs that are passed to its node by `feed`.
@@ -166,7 +168,6 @@ class StepToOpen(msgspec.Struct, frozen=True):
     memory_limit_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
     reserve_bytes: device memory that such a step must leave free.
     kv_most_bytes: limit on its KV memory at run time, where steps share it; 0: the size at start.
-    sizes:        preferred batch sizes.
     thread:       the worker thread that runs it, from 1; 0: the worker has one thread for all of its steps.
     """
 
@@ -177,22 +178,19 @@ class StepToOpen(msgspec.Struct, frozen=True):
     inputs: tuple[tuple[str, str], ...]
     outputs: tuple[tuple[str, str], ...]
     device: str
-    items_max: int
+    batch: BatchPolicy
     mutates_inputs: bool
-    pad: dict[str, tuple[int, ...]] = {}
-    pad_value: float = 0.0
+    policy: CallPolicy = CallPolicy()
     base_dir: str = ""
     streams: bool = False
     fed: tuple[str, ...] = ()
     device_inputs: tuple[str, ...] = ()
     device_outputs: dict[str, str] = {}
-    finite: bool = False
     remembers: bool = False
     memory_limit_bytes: int = 0
     reserve_bytes: int = 0
     kv_most_bytes: int = 0
     thread: int = 0
-    sizes: tuple[int, ...] = ()
 
 
 class OpenSteps(msgspec.Struct, frozen=True, array_like=True, tag=True):

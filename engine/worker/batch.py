@@ -90,7 +90,7 @@ class HostedStep:
         self.name = step.name
         self.node = node
         self._select_output = select_output
-        self.items_max = step.items_max
+        self.items_max = step.batch.items_max
         self.memory = memory
         self.copies_inputs = step.mutates_inputs
         self.remembers = step.remembers
@@ -107,7 +107,7 @@ class HostedStep:
             stream = stream or memory.device.new_stream()
         self.stream = stream
         self.where = tuple(step.device_outputs.get(name, HOST) if self._on_gpu else HOST for name, _ in self.outputs)
-        self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs, step.finite)
+        self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs, step.policy)
         self._placement = OutputPlacement(memory, self.where)
 
     def begin(self) -> None:
@@ -436,14 +436,13 @@ class Padding:
     @classmethod
     def of(cls, step: StepToOpen) -> Padding | None:
         """Return the padding of a step, None without; ModelError for a pad value that its dtype cannot hold."""
-        if not step.pad:
+        if not step.batch.pad:
             return None
-        inputs = {name: axes for name, type in step.inputs if (axes := _axes(type, step.pad))}
-        outputs = {name: axes for name, type in step.outputs if (axes := _axes(type, step.pad))}
-        fill = {
-            name: _filler(PortType.parse(type).dtype, step.pad_value) for name, type in step.inputs if name in inputs
-        }
-        return cls({dim: tuple(sorted(sizes)) for dim, sizes in step.pad.items()}, inputs, outputs, fill)
+        inputs = {name: axes for name, type in step.inputs if (axes := _axes(type, step.batch.pad))}
+        outputs = {name: axes for name, type in step.outputs if (axes := _axes(type, step.batch.pad))}
+        padded = [(name, PortType.parse(type).dtype) for name, type in step.inputs if name in inputs]
+        fill = {name: _filler(dtype, step.batch.pad_value) for name, dtype in padded}
+        return cls({dim: tuple(sorted(sizes)) for dim, sizes in step.batch.pad.items()}, inputs, outputs, fill)
 
     def pad(self, columns: dict[str, list[Any]]) -> Padded:
         """Pad these columns in place; absent values stay None, with size 0."""

@@ -17,6 +17,7 @@ from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached
 from weftline.nodes.contract import BatchNode
+from weftline.pipelines.spec.policy import BatchPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,9 @@ class BatchRunner:
 
     def __init__(self, node: BatchNode, signature: BatchSignature) -> None:
         one = signature
-        step = StepToOpen(
-            0, one.step, one.node, {}, tuple(one.inputs.items()), tuple(one.outputs.items()), one.device, one.items_max,
-            mutates_inputs=one.mutates_inputs,
-        )  # fmt: skip
+        ports = tuple(one.inputs.items()), tuple(one.outputs.items())
+        batch = BatchPolicy(one.items_max)
+        step = StepToOpen(0, one.step, one.node, {}, *ports, one.device, batch, one.mutates_inputs)
         self._step = HostedStep(step, node, Memory({}, 0, _refuse_placement))
 
     def run(self, items: Sequence[Item], rows: Sequence[Sequence[Source]]) -> list[Row | Failure]:

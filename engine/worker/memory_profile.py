@@ -149,13 +149,13 @@ def _rows(step: StepToOpen, hosted: HostedStep) -> list[list[Packed]]:
     """Return synthetic inputs for the largest batch; none for open sizes, or for a node with side effects."""
     node = hosted.node
     types = [PortType.parse(type) for _, type in step.inputs]
-    if step.items_max < 2 or node.stateful or not node.idempotent or not types or not all(map(_is_fixed, types)):
+    if step.batch.items_max < 2 or node.stateful or not node.idempotent or not types or not all(map(_is_fixed, types)):
         return []
     draw = np.random.default_rng(0)
     one = [pack(sample_tensor(type, draw), type, name) for (name, _), type in zip(step.inputs, types)]
-    if sum(packed.size_bytes for packed in one) * step.items_max > BATCH_BYTES_MAX:
+    if sum(packed.size_bytes for packed in one) * step.batch.items_max > BATCH_BYTES_MAX:
         return []
-    return [one] * step.items_max
+    return [one] * step.batch.items_max
 
 
 def _is_fixed(type: PortType) -> bool:

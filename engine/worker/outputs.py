@@ -41,6 +41,7 @@ from weftline.nodes.detections import Detections
 from weftline.nodes.json_value import to_json
 from weftline.nodes.out_of_memory import is_out_of_memory
 from weftline.nodes.ports import PortType
+from weftline.pipelines.spec.policy import CallPolicy
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Key, Place
 from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.lease import DEVICE_ALIGN_BYTES
@@ -88,10 +89,10 @@ class OutputPorts:
         memory: Memory,
         device: bool,
         copies_inputs: bool,
-        finite: bool = False,
+        policy: CallPolicy,
     ) -> None:
         self.ports = ports
-        self._finite = finite
+        self._finite = policy.finite
         self.ran_out_of_memory = False
         self._memory = memory
         self._on_device: OnDevice | None = self._as_tensor if device else None

@@ -268,13 +268,13 @@ class Opener:
             base_dir,
             step.device,
             message.threads,
-            step.items_max,
+            step.batch.items_max,
             cache_dir,
             progress,
             context_stream,
             memory_limit=memory_limit,
             kv_most_bytes=step.kv_most_bytes,
-            sizes=step.sizes,
+            sizes=step.batch.sizes,
         )
         on_stream = self._device.use_stream(stream) if self._device is not None and stream else contextlib.nullcontext()
         _make_current(step.device)

@@ -116,7 +116,7 @@ def _bounds(meta: msgspec.Meta) -> Any:
 
 
 def _union(members: Sequence[Any], nullable: bool) -> Any:
-    """Return the union. Mappings, lists and other values are told apart first: only one alternative has problems."""
+    """Return the union. Only the alternative for the kind of value (mapping, list, other) has problems."""
     groups: dict[str, list[Any]] = {}
     for one in members:
         groups.setdefault(_kind(one), []).append(pydantic_type(one))

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from weftline.fields import DERIVED, GRAPH, LOAD, RESOURCE, SCHEDULE
 from weftline.nodes.audio import WORKING_BYTES as AUDIO_WORKING_BYTES
 from weftline.nodes.image import WORKING_BYTES_LEAST, WORKING_BYTES_PER_PIXEL
 from weftline.nodes.ports import AUDIO_HZ, Port, PortType
-from weftline.pipelines.spec.condition import Condition
-from weftline.pipelines.spec.graph import Input
-from weftline.pipelines.spec.policy import BatchPolicy, IdlePolicy, Limits, Retry, SequencePolicy, Slo
+from weftline.pipelines.spec.graph import Input, StepPolicy
+from weftline.pipelines.spec.policy import BatchPolicy, Limits, SequencePolicy, Slo
 from weftline.pipelines.spec.wire import Wire
 from weftline.shm.block import PAGE_BYTES, align_up
 
@@ -29,16 +29,16 @@ class PlannedInput:
     pieces:   it is streamed in chunks from the step before; at most one input of a step.
     """
 
-    port: str
-    wire: Wire
-    type: PortType
-    optional: bool = False
-    pieces: bool = False
+    port: Annotated[str, LOAD]
+    wire: Annotated[Wire, GRAPH]
+    type: Annotated[PortType, LOAD]
+    optional: Annotated[bool, GRAPH] = False
+    pieces: Annotated[bool, SCHEDULE] = False
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A step that can run.
+class PlannedStep(StepPolicy):
+    """A step that can run; the keys of StepPolicy are those of the written step.
 
     node:       dotted path of the node class, 'weftline.nodes.whisper:Whisper', or 'file.py:Class' of a user's file.
     options:    the node's options as plain JSON-like values, defaults included, ready to become its Config.
@@ -46,66 +46,54 @@ class PlannedStep:
     outputs:    the node's output ports, types unified with their readers.
     readers:    for every output port, the number of step inputs, conditions and pipeline outputs that read it.
     streams:    the node is run as a StreamNode.
-    fed:        inputs that its node receives by `feed`; a value that is not streamed is one chunk.
     workers:    indexes into Plan.workers, one for each instance; none for a control.
     run_max_ms: longest one call may take before its worker is killed.
     devices:    one for each instance, beside `workers`; `device` is the first.
     control:    '' for a node; 'first', 'switch' or 'passes' for a step that the scheduler evaluates without a worker.
     cases:      of a switch, the value of each input after the first (`by`), except the last one if `default` is set.
     default:    of a switch, True when its last input is used if no case matches.
-    when:       the step is skipped where this is false; includes the guard of a step that serves switch cases only.
+    when:       as in StepPolicy; includes the guard of a step that serves switch cases only.
     fallback:   the step that replaces it on failure; that step runs for no other reason.
     absent_on_failure: its outputs are absent when it fails.
-    retry, timeout_ms, map, sequence: as in graph.Step; `sequence` is set for every stateful node.
     idempotent: may run twice for one item.
-    finite:     an item fails whose outputs hold NaN or an infinite number.
+    sequence:   set for every stateful node.
     conditional: its outputs may be absent.
-    base_dir:   folder of relative paths in options; None: the plan's own.
-    reserved:   number of instances without job rows, less than all.
+    fed:        inputs that its node receives by `feed`; a value that is not streamed is one chunk.
     device_inputs:  input ports whose tensors the node reads on its device.
     device_outputs: output ports with readers on the device: 'device' when all readers are there, else 'both'.
     device_bytes: device memory of one instance, stated or measured; 0: not known.
-    idle:       when it releases its device's memory; None: never.
     fills_memory: its node can use the remainder of a GPU when it opens.
     variables:  further environment variables that its processes inherit.
     """
 
-    name: str
-    node: str
-    options: Mapping[str, Any]
-    inputs: tuple[PlannedInput, ...]
-    outputs: tuple[Port, ...]
-    readers: Mapping[str, int]
-    batch: BatchPolicy
-    streams: bool
-    mutates_inputs: bool
-    heavy: bool
-    device: str
-    workers: tuple[int, ...]
-    run_max_ms: float
-    devices: tuple[str, ...] = ()
-    control: str = ""
-    cases: tuple[Any, ...] = ()
-    default: bool = False
-    when: Condition | None = None
-    fallback: str | None = None
-    absent_on_failure: bool = False
-    retry: Retry | None = None
-    idempotent: bool = True
-    timeout_ms: float | None = None
-    map: tuple[str, ...] = ()
-    sequence: SequencePolicy | None = None
-    conditional: bool = False
-    base_dir: Path | None = None
-    fed: tuple[str, ...] = ()
-    reserved: int = 0
-    device_inputs: tuple[str, ...] = ()
-    device_outputs: Mapping[str, str] = field(default_factory=dict)
-    device_bytes: int = 0
-    idle: IdlePolicy | None = None
-    finite: bool = False
-    fills_memory: bool = False
-    variables: tuple[str, ...] = ()
+    name: Annotated[str, GRAPH]
+    node: Annotated[str, LOAD]
+    options: Annotated[Mapping[str, Any], LOAD]
+    inputs: Annotated[tuple[PlannedInput, ...], LOAD]
+    outputs: Annotated[tuple[Port, ...], LOAD]
+    readers: Annotated[Mapping[str, int], DERIVED]
+    batch: Annotated[BatchPolicy, LOAD]
+    streams: Annotated[bool, DERIVED]
+    mutates_inputs: Annotated[bool, DERIVED]
+    heavy: Annotated[bool, DERIVED]
+    device: Annotated[str, RESOURCE]
+    workers: Annotated[tuple[int, ...], RESOURCE]
+    run_max_ms: Annotated[float, SCHEDULE]
+    devices: Annotated[tuple[str, ...], RESOURCE] = ()
+    control: Annotated[str, GRAPH] = ""
+    cases: Annotated[tuple[Any, ...], GRAPH] = ()
+    default: Annotated[bool, GRAPH] = False
+    fallback: Annotated[str | None, GRAPH] = None
+    absent_on_failure: Annotated[bool, GRAPH] = False
+    idempotent: Annotated[bool, SCHEDULE] = True
+    sequence: Annotated[SequencePolicy | None, LOAD] = None
+    conditional: Annotated[bool, DERIVED] = False
+    fed: Annotated[tuple[str, ...], RESOURCE] = ()
+    device_inputs: Annotated[tuple[str, ...], RESOURCE] = ()
+    device_outputs: Annotated[Mapping[str, str], RESOURCE] = field(default_factory=dict)
+    device_bytes: Annotated[int, RESOURCE] = 0
+    fills_memory: Annotated[bool, DERIVED] = False
+    variables: Annotated[tuple[str, ...], RESOURCE] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +183,11 @@ class DeviceWork:
 class PlannedOutput:
     """A pipeline output: source wire and type. `pieces`: it can be streamed; `optional`: it may be absent."""
 
-    name: str
-    wire: Wire
-    type: PortType
-    pieces: bool = False
-    optional: bool = False
+    name: Annotated[str, GRAPH]
+    wire: Annotated[Wire, GRAPH]
+    type: Annotated[PortType, GRAPH]
+    pieces: Annotated[bool, SCHEDULE] = False
+    optional: Annotated[bool, GRAPH] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,28 +205,28 @@ class Plan:
     debug:   the step that runs in the process that opens the plan, for a debugger; '' for none.
     """
 
-    name: str
-    inputs: tuple[Input, ...]
-    input_types: Mapping[str, PortType]
-    input_readers: Mapping[str, int]
-    steps: tuple[PlannedStep, ...]
-    outputs: tuple[PlannedOutput, ...]
-    workers: tuple[PlannedWorker, ...]
-    limits: Limits
-    slo: Slo
-    cores: int
-    base_dir: Path
-    file: str = field(default="", compare=False)  # not part of equality
-    about: str = ""
-    chains: tuple[tuple[int, ...], ...] = ()
-    ordering: str = "host"
-    mps: bool = False
-    nvtx: bool = False
-    budgets: tuple[DeviceBudget, ...] = ()
-    notes: tuple[str, ...] = ()
-    work: tuple[DeviceWork, ...] = ()
-    secrets: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    debug: str = ""
+    name: Annotated[str, DERIVED]
+    inputs: Annotated[tuple[Input, ...], GRAPH]
+    input_types: Annotated[Mapping[str, PortType], GRAPH]
+    input_readers: Annotated[Mapping[str, int], DERIVED]
+    steps: Annotated[tuple[PlannedStep, ...], GRAPH]
+    outputs: Annotated[tuple[PlannedOutput, ...], GRAPH]
+    workers: Annotated[tuple[PlannedWorker, ...], RESOURCE]
+    limits: Annotated[Limits, GRAPH]
+    slo: Annotated[Slo, SCHEDULE]
+    cores: Annotated[int, RESOURCE]
+    base_dir: Annotated[Path, RESOURCE]
+    file: Annotated[str, DERIVED] = field(default="", compare=False)  # not part of equality
+    about: Annotated[str, DERIVED] = ""
+    chains: Annotated[tuple[tuple[int, ...], ...], DERIVED] = ()
+    ordering: Annotated[str, SCHEDULE] = "host"
+    mps: Annotated[bool, RESOURCE] = False
+    nvtx: Annotated[bool, SCHEDULE] = False
+    budgets: Annotated[tuple[DeviceBudget, ...], RESOURCE] = ()
+    notes: Annotated[tuple[str, ...], DERIVED] = ()
+    work: Annotated[tuple[DeviceWork, ...], DERIVED] = ()
+    secrets: Annotated[Mapping[str, str], DERIVED] = field(default_factory=dict, compare=False, repr=False)
+    debug: Annotated[str, DERIVED] = ""
 
     @property
     def decoded_bytes_max(self) -> int:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from weftline.errors import PipelineError
+from weftline.fields import copied
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import StepContext, StreamNode
 from weftline.nodes.ports import PortType
@@ -27,7 +28,7 @@ from weftline.pipelines.placement.profile_file import Profile
 from weftline.pipelines.placement.transfers import device_edges, with_transfers
 from weftline.pipelines.spec.condition import Condition, all_of
 from weftline.pipelines.spec.fallbacks import ABSENT
-from weftline.pipelines.spec.graph import Pipeline
+from weftline.pipelines.spec.graph import Pipeline, StepPolicy
 from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
 from weftline.pipelines.spec.wire import Wire
 from weftline.shm.device.names import is_gpu
@@ -183,6 +184,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
     streams = step.name in flow.steps
     cases, default = switch_cases(one) if one.control == "switch" else ((), False)
     return PlannedStep(
+        **copied(StepPolicy, step),
         name=step.name,
         node=one.reference,
         options=to_options(one.config),
@@ -200,19 +202,11 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         control=one.control,
         cases=cases,
         default=default,
-        when=step.when,
         fallback=step.fallback if isinstance(step.fallback, str) and step.fallback != ABSENT else None,
         absent_on_failure=step.fallback == ABSENT,
-        retry=step.retry,
         idempotent=node.idempotent if step.idempotent is None else step.idempotent,
-        finite=step.finite,
-        timeout_ms=step.timeout_ms,
-        map=step.map,
         sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),
-        base_dir=step.base_dir,
-        reserved=step.reserved,
         device_bytes=step.device_bytes or 0,
-        idle=step.idle,
         fills_memory=issubclass(node, StreamNode) and node.fills_memory,
         variables=tuple(node.variables(one.config)),
     )

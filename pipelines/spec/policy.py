@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from weftline.fields import GRAPH, LOAD, RESOURCE, SCHEDULE, shorthand
+from weftline.fields import GRAPH, LOAD, RESOURCE, SCHEDULE, Written, shorthand
 
 AUTO_WAIT_MAX_MS = 20.0
 """Longest wait of `wait: auto` when wait_max_ms is not given."""
@@ -45,7 +45,8 @@ Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 ArenaBytes = Annotated[int, Meta(ge=1 << 16, le=1 << 40)]
 Attempts = Annotated[int, Meta(ge=0, le=10)]
 IdleSeconds = Annotated[float, Meta(gt=0, le=2_592_000)]
-Sizes = Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 32)], ...], Meta(min_length=1, max_length=SIZES_MAX)]
+_Sizes = Annotated[tuple[Annotated[int, Meta(ge=1, le=1 << 32)], ...], Meta(min_length=1, max_length=SIZES_MAX)]
+Sizes = Annotated[tuple[int, ...], Written(_Sizes, tuple, list)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.device import WorkerDevice
 from weftline.errors import LimitReached
 from weftline.nodes.contract import Batch, Outputs
+from weftline.pipelines.spec.policy import BatchPolicy, CallPolicy
 from weftline.shm.block import Block, align_up
 from weftline.shm.device.arena import DeviceArena
 from weftline.shm.device.events import SharedEvents
@@ -129,11 +130,11 @@ class DeviceBench(Bench):
             tuple(inputs.items()),
             tuple(outputs.items()),
             "fake:0",
-            items_max,
+            BatchPolicy(items_max),
             mutates_inputs,
             device_inputs=tuple(inputs) if device_inputs is None else tuple(device_inputs),
             device_outputs=device_outputs or {},
-            finite=finite,
+            policy=CallPolicy(finite=finite),
         )
         return HostedStep(step, Calls(run), self.memory, self.cancels)
 

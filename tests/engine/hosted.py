@@ -12,6 +12,7 @@ from weftline.engine.worker.inbox import Cancels
 from weftline.engine.worker.memory import Memory
 from weftline.errors import LimitReached
 from weftline.node import Batch, BatchNode, Outputs, Ports, PortType, StepContext
+from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block, align_up
 from weftline.shm.view import bytes_view
@@ -90,10 +91,8 @@ class Bench:
             tuple(inputs.items()),
             tuple(outputs.items()),
             "cpu",
-            items_max,
+            BatchPolicy(items_max, pad=pad or {}, pad_value=pad_value),
             mutates_inputs,
-            pad or {},
-            pad_value,
             remembers=remembers,
         )
         return HostedStep(step, Calls(run), self.memory, self.cancels)

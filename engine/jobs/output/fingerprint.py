@@ -1,10 +1,10 @@
 """Fingerprint of a pipeline's result-determining inputs, and software versions.
 
-Included (`RESULTS`): the graph, nodes and their options (prompts are options), wires, conditions, fallbacks, `map:`,
-`finite`, batch formation, inputs with defaults and limits, the limits that refuse a row, and the content of the files
-it names: Python files of nodes and functions, models and weights. Not included (`OTHERS`): path and name of the
-pipeline's file, comments, `about:`, devices, workers, instances, KV memory, waiting times, retries and timeouts. A job
-can resume, or retry its error rows, with other values of these.
+Included: every field of the plan whose class changes results (`weftline.fields`), that is the graph, nodes and their
+options (prompts are options), wires, conditions, fallbacks, `map:`, `finite`, batch formation, inputs with defaults and
+limits, the limits that refuse a row; and the content of the files it names: Python files of nodes and functions, models
+and weights. Not included: path and name of the pipeline's file, comments, `about:`, devices, workers, instances, KV
+memory, waiting times, retries and timeouts. A job can resume, or retry its error rows, with other values of these.
 
 Secrets from the environment count by the name of their variable: a new token does not change a job. Imports of Python
 files and the content of Hub models are not included.
@@ -12,6 +12,7 @@ files and the content of Hub models are not included.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import platform
@@ -22,15 +23,15 @@ from typing import Any
 
 from weftline.engine.jobs.output.manifest import encode
 from weftline.errors import InputError
+from weftline.fields import LOAD, result_fields
+from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_file import find_model
-from weftline.nodes.ports import Port, PortType
+from weftline.nodes.ports import PortType
 from weftline.nodes.user_code import locate
-from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.document import without_secrets
-from weftline.pipelines.spec.graph import Input
-from weftline.pipelines.spec.policy import BatchPolicy, Limits, SequencePolicy
 from weftline.pipelines.spec.wire import Wire
 
 WHOLE_BYTES_MAX = 64 << 20
@@ -40,50 +41,6 @@ ENDS_BYTES = 1 << 20
 
 FOLDER_FILES_MAX = 10_000
 """Most files of a model folder that are hashed, in the order of their names."""
-
-RESULTS: Mapping[type, frozenset[str]] = {
-    Plan: frozenset({"inputs", "input_types", "steps", "outputs", "limits"}),
-    Input: frozenset(
-        {"name", "type", "seconds_max", "pixels_max", "bytes_max", "default", "optional", "hidden"}
-    ),
-    PlannedStep: frozenset(
-        {"name", "node", "options", "inputs", "outputs", "batch", "control", "cases", "default", "when", "fallback",
-         "absent_on_failure", "map", "sequence", "finite"}
-    ),
-    PlannedInput: frozenset({"port", "wire", "type", "optional"}),
-    PlannedOutput: frozenset({"name", "wire", "type", "optional"}),
-    Port: frozenset({"name", "type"}),
-    BatchPolicy: frozenset({"items_max", "sizes", "shapes", "pad", "pad_value"}),
-    Limits: frozenset({"request_bytes_max", "pixels_max", "seconds_max", "map_items_max"}),
-    SequencePolicy: frozenset(),
-}  # fmt: skip
-"""Fields of a plan that determine results. A sequence policy counts by being there."""
-
-OTHERS: Mapping[type, frozenset[str]] = {
-    Plan: frozenset(  # who and where, resources, and what is derived from the steps
-        {"name", "input_readers", "workers", "slo", "cores", "base_dir", "file", "about", "chains", "ordering", "mps",
-         "nvtx", "budgets", "notes", "work", "secrets", "debug"}
-    ),
-    Input: frozenset({"about"}),
-    PlannedStep: frozenset(  # resources, times and retries, and what follows from the node or from the graph
-        {"readers", "streams", "mutates_inputs", "heavy", "device", "workers", "run_max_ms", "devices", "retry",
-         "idempotent", "timeout_ms", "conditional", "base_dir", "fed", "reserved", "device_inputs", "device_outputs",
-         "device_bytes", "idle", "fills_memory", "variables"}
-    ),
-    PlannedInput: frozenset({"pieces"}),
-    PlannedOutput: frozenset({"pieces"}),
-    Port: frozenset({"optional", "pieces", "about"}),
-    BatchPolicy: frozenset({"wait_max_ms", "wait", "order"}),
-    Limits: frozenset(
-        {"requests_max", "deadline_ms", "refuse_early", "open_bytes_max", "arena_bytes", "decode_bytes_max",
-         "stream_bytes_max", "stall_max_ms", "silence_max_ms", "retry_share", "kv_bytes", "job_batch_ms"}
-    ),
-    SequencePolicy: frozenset({"live_max", "idle_max_ms"}),
-}  # fmt: skip
-"""The other fields. A test refuses a field that is in neither table."""
-
-_RESOURCE_OPTIONS = frozenset({"kv_bytes"})
-"""Options that determine memory size alone."""
 
 _MODEL_FILES = frozenset({".json", ".safetensors", ".onnx", ".pt", ".pth", ".bin", ".gguf", ".model"})
 _CODE = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
@@ -124,13 +81,13 @@ def versions(plan: Plan | None = None) -> dict[str, str]:
 
 
 def _compared(value: Any) -> Any:
-    """Return plain data of what determines results in a value of a plan."""
-    if type(value) in RESULTS:
-        return {name: _compared(getattr(value, name)) for name in sorted(RESULTS[type(value)])}
+    """Return plain data of what determines results in a value of a plan; the class of a field decides."""
     if isinstance(value, Condition):
         return value.text
     if isinstance(value, Wire | PortType):
         return str(value)
+    if dataclasses.is_dataclass(value):
+        return {name: _compared(getattr(value, name)) for name in sorted(result_fields(type(value)))}
     if isinstance(value, Mapping):
         return {name: _compared(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -140,9 +97,19 @@ def _compared(value: Any) -> Any:
 
 def _graph(plan: Plan) -> Any:
     found = _compared(plan)
-    for step in found["steps"]:
-        step["options"] = {name: one for name, one in step["options"].items() if name not in _RESOURCE_OPTIONS}
+    for planned, step in zip(plan.steps, found["steps"], strict=True):
+        unchanged = _resource_options(planned, plan.base_dir)
+        step["options"] = {name: one for name, one in step["options"].items() if name not in unchanged}
     return found
+
+
+def _resource_options(step: PlannedStep, base_dir: Path) -> set[str]:
+    """Return the options of a step that do not change results; none if its node cannot be imported."""
+    try:
+        config = resolve(step.node, step.base_dir or base_dir).Config
+    except ConfigError:
+        return set()
+    return {one.name for one in dataclasses.fields(config)} - set(result_fields(config, LOAD))
 
 
 def _files(step: PlannedStep, base_dir: Path) -> Iterator[tuple[str, Path]]:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from weftline.engine.jobs.runners.packing import COLUMN
 from weftline.engine.jobs.runners.rows_node import OUTCOME, SEEDS, HeavyRowsNode, RowsConfig, RowsNode
 from weftline.errors import InputError
+from weftline.fields import classes, default_of
 from weftline.nodes.ports import Port, PortType
 from weftline.pipelines.check.options import to_options
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.placement.budget import ARENA, OF_OTHERS
 from weftline.pipelines.placement.chains import chains
 from weftline.pipelines.placement.plan import DeviceBudget, Plan, PlannedInput, PlannedOutput, PlannedStep
-from weftline.pipelines.spec.graph import Input
+from weftline.pipelines.spec.graph import Input, StepPolicy
 from weftline.pipelines.spec.policy import BatchPolicy, Limits, Slo
 from weftline.pipelines.spec.wire import Wire
 from weftline.shm.spec import ITEM_BYTES
@@ -89,15 +90,19 @@ def _hindrances(step: PlannedStep) -> Mapping[str, bool]:
         "streams": step.streams or bool(step.fed),
         "streams an input": any(given.pieces for given in step.inputs),
         "keeps state between requests": step.sequence is not None,
-        "has a condition": step.when is not None,
-        "runs for each element of a list": bool(step.map),
         "has a fallback": step.fallback is not None or step.absent_on_failure,
-        "has a retry policy": step.retry is not None,
-        "has a timeout_ms": step.timeout_ms is not None,
         "pads its inputs": bool(step.batch.pad),
         "is not idempotent": not step.idempotent,
-        "is finite": step.finite,
+        **{f"has `{key}`, which applies to single items": getattr(step, key) != usual for key, usual in _OF_ITEMS},
     }
+
+
+_OF_ITEMS = [
+    (one.name, default_of(one))
+    for one in dataclasses.fields(StepPolicy)
+    if (found := classes(StepPolicy)[one.name]) is not None and found.part == "graph"
+]
+"""Keys of a step that apply to single items, with their defaults."""
 
 
 def required_steps(plan: Plan, outputs: Collection[str] | None = None) -> tuple[PlannedStep, ...]:

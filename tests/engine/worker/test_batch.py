@@ -19,6 +19,7 @@ from weftline.engine.worker.stream import HostedStream
 from weftline.errors import ModelError, StepError
 from weftline.nodes.contract import Batch, Outputs, Piece
 from weftline.nodes.urgency import USUAL, SequencePart, Urgency
+from weftline.pipelines.spec.policy import BatchPolicy
 
 X, Y = {"x": "float32[N]"}, {"y": "float32[N]"}
 TEXT = {"text": "text"}
@@ -399,7 +400,7 @@ def test_a_stream_node_sees_an_item_in_submit_and_not_in_its_rounds(bench: Bench
 
     seen: list[Any] = []
     y = {"output": "float32[?]"}
-    step = msg.StepToOpen(0, "s", "s", {}, tuple(X.items()), tuple(y.items()), "cpu", 8, False)
+    step = msg.StepToOpen(0, "s", "s", {}, tuple(X.items()), tuple(y.items()), "cpu", BatchPolicy(8), False)
     stream = HostedStream(step, Asks(None), bench.memory)
     stream.submit(msg.Item(7, (bench.value(numbers(1, 3), "tensor"),), msg.ItemMetadata(sequence="s")))
     assert seen == [SequencePart("s")]
@@ -511,7 +512,9 @@ def test_lengths_of_a_port_that_is_not_padded_are_not_there(bench: Bench) -> Non
 
 
 def to_open(type: str, pad_value: float) -> msg.StepToOpen:
-    return msg.StepToOpen(0, "s", "n", {}, (("x", type),), (), "cpu", 4, False, {"T": (4,)}, pad_value)
+    return msg.StepToOpen(
+        0, "s", "n", {}, (("x", type),), (), "cpu", BatchPolicy(4, pad={"T": (4,)}, pad_value=pad_value), False
+    )
 
 
 def test_dtypes_that_numpy_does_not_have_are_filled_by_their_bits() -> None:

@@ -16,6 +16,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.values import pack, unpack
 from weftline.engine.runtime.processes import WorkerProcess
 from weftline.nodes.ports import PortType
+from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.shm.arena import HostArena
 from weftline.shm.block import Block
 
@@ -31,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from weftline.node import BatchNode, Piece, Ports, StreamNode, port
+from weftline.pipelines.spec.policy import BatchPolicy
 
 
 class Waits(BatchNode):
@@ -188,7 +190,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*names: str, items_max: int = 4, arena_bytes: int = 1 << 20) -> Talk:
         steps = [
             msg.StepToOpen(
-                index, name.lower(), f"nodes.py:{name}", {}, (PORT[name],), (PORT[name],), "cpu", items_max, False
+                index,
+                name.lower(),
+                f"nodes.py:{name}",
+                {},
+                (PORT[name],),
+                (PORT[name],),
+                "cpu",
+                BatchPolicy(items_max),
+                False,
             )
             for index, name in enumerate(names)
         ]

@@ -11,6 +11,7 @@ from weftline.engine.worker.batch import HostedStep
 from weftline.engine.worker.memory import Memory
 from weftline.engine.worker.memory_profile import DeviceMemoryMeter, profile_largest_batch
 from weftline.node import Batch, BatchNode, Outputs, Ports, port
+from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.testing.fake_gpu.gpu import FakeGpu
 
 MIB = 1 << 20
@@ -59,7 +60,7 @@ class Counts(BatchNode):
 def largest(node: Counts, given: str = "float32[2, 3]", items_max: int = 16) -> int:
     """Run a node on its largest batch in a worker without output buffers; no result is sent."""
     ports = (("x", given),), (("y", given),)
-    step = StepToOpen(0, "s", "node", {}, *ports, "cpu", items_max, False)
+    step = StepToOpen(0, "s", "node", {}, *ports, "cpu", BatchPolicy(items_max), False)
     return profile_largest_batch(step, HostedStep(step, node, Memory({}, 1, lambda sizes, device: ((), ()))))
 
 

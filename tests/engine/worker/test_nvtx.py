@@ -20,9 +20,11 @@ from weftline.engine.worker.steps import Steps
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.spec.builder import Builder
+from weftline.pipelines.spec.policy import BatchPolicy
 
 NODES = """
 from weftline.node import BatchNode, Piece, Ports, StreamNode, port
+from weftline.pipelines.spec.policy import BatchPolicy
 
 TEXTS = Ports((port("x", "text"),), (port("y", "text"),))
 
@@ -81,7 +83,9 @@ def _opened(bench: Bench, folder: Path, nvtx: bool) -> Steps:
     (folder / "nodes.py").write_text(NODES)
     texts = (("x", "text"),), (("y", "text"),)
     steps = tuple(
-        msg.StepToOpen(index, name, f"nodes.py:{node}", {}, *texts, "cpu", 8, False, streams=node == "Echoes")
+        msg.StepToOpen(
+            index, name, f"nodes.py:{node}", {}, *texts, "cpu", BatchPolicy(8), False, streams=node == "Echoes"
+        )
         for index, (name, node) in enumerate([("shout", "Shouts"), ("echo", "Echoes")])
     )
     opened = Steps(bench.memory, bench.cancels, lambda message: None)

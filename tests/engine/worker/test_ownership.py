@@ -21,6 +21,7 @@ from weftline.engine.worker.ownership import copy_aliased
 from weftline.engine.worker.stream import HostedStream
 from weftline.nodes.contract import Batch, OpenContext, Outputs, Piece
 from weftline.nodes.function import Function, FunctionConfig
+from weftline.pipelines.spec.policy import BatchPolicy
 
 X, Y = {"x": "float32[?]"}, {"output": "float32[?]"}
 BIG, SMALL = 5000, 8
@@ -56,7 +57,9 @@ def function_step(bench: Bench, name: str, outputs: dict[str, str] = Y, index: i
     config = FunctionConfig(f"reuse_steps.py:{name}", tensors="torch" if name == "Tensors" else "numpy")
     node = Function(config)
     node.open(OpenContext(Path(reuse_steps.__file__).parent))
-    step = msg.StepToOpen(index, name, "function", {}, tuple(X.items()), tuple(outputs.items()), "cpu", most, False)
+    step = msg.StepToOpen(
+        index, name, "function", {}, tuple(X.items()), tuple(outputs.items()), "cpu", BatchPolicy(most), False
+    )
     return HostedStep(step, node, bench.memory, bench.cancels)
 
 
@@ -128,7 +131,7 @@ def test_lazily_computed_outputs_may_share_memory(bench: Bench) -> None:
 
 def test_pieces_of_a_generator_are_packed_one_by_one(bench: Bench) -> None:
     node = reuse_steps.Flows(None)
-    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", 8, False)
+    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", BatchPolicy(8), False)
     stream = HostedStream(step, node, bench.memory)
     for at, row in enumerate(rows_of(bench, 3, BIG)):
         stream.submit(msg.Item(at, tuple(row)))
@@ -147,7 +150,7 @@ def test_a_round_that_raises_fails_what_it_has_not_ended(bench: Bench) -> None:
             cancelled.append(item)
 
     cancelled: list[int] = []
-    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", 8, False)
+    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", BatchPolicy(8), False)
     stream = HostedStream(step, Breaks(None), bench.memory)
     for at, row in enumerate(rows_of(bench, 3, SMALL)):
         stream.submit(msg.Item(at, tuple(row)))
@@ -176,7 +179,7 @@ def test_a_step_that_remembers_may_keep_its_inputs(bench: Bench) -> None:
 
 def test_a_stream_node_may_keep_its_inputs(bench: Bench) -> None:
     node = reuse_steps.Flows(None)
-    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", 8, False)
+    step = msg.StepToOpen(0, "flows", "flows", {}, tuple(X.items()), tuple(Y.items()), "cpu", BatchPolicy(8), False)
     stream = HostedStream(step, node, bench.memory)
     value = bench.value(numbers(1), "tensor")
     stream.submit(msg.Item(0, (value,)))
@@ -278,8 +281,8 @@ def test_a_function_may_use_a_tensor_on_the_device_for_every_item(device: Device
     node = Function(FunctionConfig("reuse_steps.py:Tensors", tensors="torch"))
     node.open(OpenContext(Path(reuse_steps.__file__).parent, device="fake:0"))
     step = msg.StepToOpen(
-        0, "s", "function", {}, tuple(X.items()), tuple(Y.items()), "fake:0", 8, False, device_inputs=("x",),
-        device_outputs={"output": "device"},
+        0, "s", "function", {}, tuple(X.items()), tuple(Y.items()), "fake:0", BatchPolicy(8), False,
+        device_inputs=("x",), device_outputs={"output": "device"},
     )  # fmt: skip
     hosted = HostedStep(step, node, device.memory, device.cancels)
     done = hosted.run(run_of([[value] for value in device.device_values([numbers(10 * at) for at in range(3)])]))

@@ -14,6 +14,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.worker.memory_profile import DeviceMemoryMeter
 from weftline.engine.worker.sleep import SleepController, SleepDevice, SleepingNode
 from weftline.node import Batch, BatchNode, ModelError, Node, NodeMemory, Outputs, Ports, StepError, StreamNode
+from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.shm.device.driver import DeviceLost
 
 
@@ -125,7 +126,7 @@ class Room:
 
     def __post_init__(self) -> None:
         self.nodes, self.holder = {3: self.node}, Holder(self.node)
-        step = msg.StepToOpen(3, "see", "node", {"kv_bytes": self.kv_bytes}, (), (), "cpu", 8, False)
+        step = msg.StepToOpen(3, "see", "node", {"kv_bytes": self.kv_bytes}, (), (), "cpu", BatchPolicy(8), False)
         lookup = {3: self.holder}
         self.sleepers = SleepController(
             [step], self.nodes, lookup.__getitem__, self._reopen, self.device, self.said.append

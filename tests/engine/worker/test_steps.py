@@ -10,6 +10,7 @@ import pytest
 from weftline.engine.protocol import messages as msg
 from weftline.engine.worker.device import WorkerDevice
 from weftline.engine.worker.steps import Opener
+from weftline.pipelines.spec.policy import BatchPolicy
 from weftline.testing.fake_gpu.gpu import FakeGpu
 
 
@@ -22,7 +23,7 @@ def test_a_node_is_open_once_its_work_on_the_device_is_done(monkeypatch: pytest.
     said: list[msg.FromWorker] = []
     waited: list[tuple[int, int]] = []
     monkeypatch.setattr(device.driver, "synchronize", lambda stream: waited.append((stream, len(said))))
-    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), "fake:0", 1, False)
+    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), "fake:0", BatchPolicy(1), False)
     opener = Opener(open_message(), device, said.append)
     stream = opener.stream(step)
     opener.node(step, stream)
@@ -38,6 +39,6 @@ def test_torch_works_on_the_step_s_gpu_unless_it_is_the_first_anyway(
     backends = SimpleNamespace(cuda=SimpleNamespace(is_built=lambda: True))
     threads = {"get_num_threads": lambda: 1, "set_num_threads": lambda count: None}
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, backends=backends, **threads))
-    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), device, 1, False)
+    step = msg.StepToOpen(0, "a", "echo", {"type": "uint8[4]"}, (), (), device, BatchPolicy(1), False)
     Opener(open_message(device), None, lambda message: None).node(step)
     assert selected == chosen

@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 from weftline.engine.jobs.output import fingerprint
-from weftline.engine.jobs.output.fingerprint import OTHERS, RESULTS, pipeline_parts, versions
+from weftline.engine.jobs.output.fingerprint import pipeline_parts, versions
 from weftline.engine.session import plan_of
+from weftline.fields import classes, result_fields, written_fields
+from weftline.nodes.ports import Port
+from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
+from weftline.pipelines.spec.condition import parse
+from weftline.pipelines.spec.graph import Input, StepPolicy
+from weftline.pipelines.spec.policy import BatchPolicy, IdlePolicy, Limits, Retry, SequencePolicy
 
 PIPELINE = """\
 weftline: 1
@@ -26,12 +32,13 @@ outputs: {said: own.text}
 
 NODE = """\
 from dataclasses import dataclass
+from typing import Annotated
 from weftline.node import *
 
 @dataclass(frozen=True)
 class Config:
     weights: str = ""
-    kv_bytes: int = 0
+    kv_bytes: Annotated[int, RESOURCE] = 0
 
 class Own(BatchNode):
     Config = Config
@@ -60,11 +67,41 @@ def of(folder: Path, name: str = "p.yaml") -> str:
     return pipeline_parts(plan_of(folder / name))["fingerprint"]
 
 
-@pytest.mark.parametrize("kind", RESULTS, ids=lambda kind: kind.__name__)
-def test_every_field_of_a_plan_is_classified_once(kind: type) -> None:
-    assert RESULTS.keys() == OTHERS.keys()
-    assert {one.name for one in dataclasses.fields(kind)} == RESULTS[kind] | OTHERS[kind]
-    assert not RESULTS[kind] & OTHERS[kind]
+CLASSIFIED = [Plan, PlannedStep, PlannedInput, PlannedOutput, Port, Input, BatchPolicy, Limits, SequencePolicy]
+
+
+@pytest.mark.parametrize("kind", CLASSIFIED, ids=lambda kind: kind.__name__)
+def test_every_field_of_a_plan_has_a_class(kind: type) -> None:
+    assert [name for name, found in classes(kind).items() if found is None] == []
+
+
+def test_a_field_without_a_class_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Bare:
+        size: int = 1
+
+    Bare.__module__ = __name__
+    with pytest.raises(TypeError, match=r"Bare\.size has no class"):
+        result_fields(Bare)
+
+
+CHANGES = {
+    "finite": True, "when": parse("text == 'a'"), "map": ("text",), "retry": Retry(2), "timeout_ms": 5.0,
+    "reserved": 1, "idle": IdlePolicy(3.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [one.name for one in written_fields(StepPolicy)])
+def test_a_key_of_a_step_is_compared_as_its_class_says(folder: Path, key: str) -> None:
+    plan = plan_of(folder / "p.yaml")
+    steps = [*plan.steps[:-1], dataclasses.replace(plan.steps[-1], **{key: CHANGES[key]})]
+    changed = dataclasses.replace(plan, steps=tuple(steps))
+    assert (pipeline_parts(changed) != pipeline_parts(plan)) == (key in result_fields(StepPolicy))
+
+
+def test_a_job_begun_without_finite_does_not_resume_with_it(folder: Path) -> None:
+    before = of(folder)
+    assert of(written(folder, PIPELINE.replace("batch: {", "finite: true, batch: {"))) != before
 
 
 def test_it_is_the_same_in_another_place_under_another_name(folder: Path, tmp_path: Path) -> None:

@@ -47,14 +47,19 @@ def test_the_deadline_of_the_pipeline_does_not_apply_to_blocks() -> None:
 
 
 HINDRANCES: dict[str, Any] = {
-    "step s has a condition": lambda p, x: p.step("s", "echo", value=x, when="x == 'a'").value,
+    "step s has `when`, which applies to single items":
+        lambda p, x: p.step("s", "echo", value=x, when="x == 'a'").value,
     "step s has a fallback": lambda p, x: p.step("s", "echo", value=x, fallback={"value": "sorry"}).value,
-    "step s has a retry policy": lambda p, x: p.step("s", "echo", value=x, retry=1).value,
-    "step s has a timeout_ms": lambda p, x: p.step("s", "echo", value=x, timeout_ms=100).value,
+    "step s has `retry`, which applies to single items":
+        lambda p, x: p.step("s", "echo", value=x, retry=1).value,
+    "step s has `timeout_ms`, which applies to single items":
+        lambda p, x: p.step("s", "echo", value=x, timeout_ms=100).value,
+    "step s has `finite`, which applies to single items":
+        lambda p, x: p.step("s", "echo", value=x, finite=True).value,
     "step s is not idempotent": lambda p, x: p.step("s", "echo", value=x, idempotent=False).value,
     "step s keeps state between requests": lambda p, x: p.step("s", "remember", value=x, idempotent=True).value,
     "step s streams": lambda p, x: p.step("s", "trickle", value=x).value,
-    "step s runs for each element of a list": lambda p, x: p.step(
+    "step s has `map`, which applies to single items": lambda p, x: p.step(
         "s", "function", function="plain_steps.py:mark", map="a",
         a=p.step("l", "function", function="plain_steps.py:parts", a=x).output,
     ).output,
