@@ -158,7 +158,7 @@ def _as_written(kind: str, value: Any, path: str) -> str:
     """Return the likely correction of a value of the wrong type, or ''."""
     if kind == "int_type" and "_bytes" in path and isinstance(value, str) and (size := bytes_of(value)):
         return f"write it in bytes, without a unit or quotes: {size}"
-    if kind == "string_type" and isinstance(value, bool | int | float):
+    if kind in ("string_type", "kind") and isinstance(value, bool | int | float):
         return "put it in quotes"
     if kind == "bool_type" and isinstance(value, str) and value.lower() in _SWITCHES:
         return "write true or false"

@@ -12,12 +12,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import cache, partial, reduce
 from operator import or_
-from pathlib import PurePath
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
@@ -116,21 +114,37 @@ def _bounds(meta: msgspec.Meta) -> Any:
 
 
 def _union(members: Sequence[Any], nullable: bool) -> Any:
-    """Return the union. Only the alternative for the kind of value (mapping, list, other) has problems."""
+    """Return the union. Only the alternative for the kind of value (text, mapping, list, other) has problems."""
     groups: dict[str, list[Any]] = {}
     for one in members:
         groups.setdefault(_kind(one), []).append(pydantic_type(one))
     whole = reduce(or_, map(pydantic_type, members))
-    if len(groups) > 1 and "" not in groups:
+    if len(groups) > 1 and "" not in groups and not {"text", "other"} <= groups.keys():
         tagged = [Annotated[reduce(or_, types), Tag(kind)] for kind, types in groups.items()]
-        default = next(iter(groups))
-        tag = {kind: kind if kind in groups else default for kind in ("value", "list", "mapping")}
-        whole = Annotated[reduce(or_, tagged), Discriminator(lambda value: tag[_written_kind(value)])]
+        expected = ", or ".join(_expected(kind, types) for kind, types in groups.items())
+        choose = Discriminator(
+            lambda value: _tag(groups, value), custom_error_type="kind", custom_error_message=expected
+        )
+        whole = Annotated[reduce(or_, tagged), choose]
     return whole | None if nullable else whole
 
 
+def _expected(kind: str, types: Sequence[Any]) -> str:
+    number = "a whole number" if types[0] is int or int in get_args(types[0]) else "a number"
+    return {"mapping": "a mapping", "list": "a list", "text": "text"}.get(kind, number)
+
+
+def _tag(kinds: Iterable[str], value: Any) -> str:
+    """Return the kind of a written value; text counts as any other value where no text is allowed."""
+    if isinstance(value, Mapping):
+        return "mapping"
+    if isinstance(value, list | tuple):
+        return "list"
+    return "text" if isinstance(value, str) and "text" in kinds else "other"
+
+
 def _kind(of: Any) -> str:
-    """Return 'mapping', 'list' or 'value', as values of a type are written; '' if that is not known."""
+    """Return 'mapping', 'list', 'text' or 'other' (numbers), as a type is written; '' if that is not known."""
     if get_origin(of) is Annotated:
         form = next((one for one in get_args(of)[1:] if isinstance(one, Written)), None)
         return _kind(get_args(of)[0] if form is None else form.type)
@@ -139,12 +153,7 @@ def _kind(of: Any) -> str:
         return "mapping"
     if base in (list, tuple, set, frozenset, Sequence):
         return "list"
-    known = base in (bool, int, float, str, Literal) or (isinstance(base, type) and issubclass(base, Enum | PurePath))
-    return "value" if known else ""
-
-
-def _written_kind(value: Any) -> str:
-    return "mapping" if isinstance(value, Mapping) else "list" if isinstance(value, list | tuple) else "value"
+    return "text" if base is str else "other" if base in (bool, int, float) else ""
 
 
 @cache

@@ -65,7 +65,7 @@ def without_bounds(schema: Any) -> Iterator[Any]:
         ("batch.wait_max_ms", float("nan"), "a finite number"), ("instances", 0, "at least 1"),
         ("batch.wait", "always", "'fixed' or 'auto'"), ("batch.sizes", 4, "a list"), ("batch.sizes", [], "at least 1"),
         ("batch.pad", [64], "a mapping"), ("batch.shapes", "equal", "'any' or 'same'"),
-        ("map", 3, "text"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
+        ("map", 3, "text, or a list"), ("map", [], "at least 1"), ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
         ("retry.wait_ms", -1, "at least 0"), ("retry.on", "error", "a list"), ("when", True, "text"),
         ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
         ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
