@@ -33,6 +33,7 @@ from weftline.engine.serving.v2.parameters import shorter_deadline
 from weftline.engine.serving.v2.plan_cache import PlanCache
 from weftline.engine.serving.v2.protobuf import (
     RAW_INPUTS,
+    RequestSplitter,
     parse_request_head,
     response_bytes,
     split_message,
@@ -79,6 +80,7 @@ class Inference:
     json: JsonParser = field(default_factory=JsonParser)
     charge: Charge = _charge_nothing
     plans: PlanCache = field(default_factory=PlanCache)
+    splitter: RequestSplitter = field(default_factory=RequestSplitter)
     _parsing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -103,7 +105,7 @@ class Inference:
 
     def _try_start(self, data: Message, call: CallContext, done: Done) -> Cancel | None:
         """Start a request without a task; None, and nothing is started, if it is an unusual one."""
-        head, model, id, raws = split_message(data, RAW_INPUTS)
+        head, model, id, raws = self.splitter.split(data)
         plan = self.plans.find(head, len(raws), model, call.caller.check, self.backend.info)
         if plan is None:
             if len(head) > INLINE_HEAD_BYTES:

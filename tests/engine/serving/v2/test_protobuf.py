@@ -16,7 +16,14 @@ from tritonclient.grpc._utils import _get_inference_request
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.v2 import protobuf
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Region, Tensor, WantedOutput
-from weftline.engine.serving.v2.protobuf import FIELDS_MAX, RAW_INPUTS, read_head, split_message
+from weftline.engine.serving.v2.protobuf import (
+    FIELDS_MAX,
+    KNOWN_MAX,
+    RAW_INPUTS,
+    RequestSplitter,
+    read_head,
+    split_message,
+)
 from weftline.engine.serving.v2.protobuf_wire import field_prefix
 from weftline.errors import InputError
 
@@ -444,6 +451,43 @@ RESPONSES = st.builds(
     lambda model, version, id, outputs, parameters: InferResponse(model, version, id, tuple(outputs), parameters),
     NAMES, NAMES, NAMES, st.lists(OUTPUTS, max_size=3), st.dictionaries(NAMES, VALUES, max_size=3),
 )  # fmt: skip
+
+
+SPLITTER = RequestSplitter()
+
+
+def float_request(size: int, value: float, id: str = "") -> bytes:
+    one = pb.ModelInferRequest.FromString(stock_request(x=np.full(size, value, np.float32)))
+    one.id = id
+    return bytes(one.SerializeToString())
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(0, 300), st.sampled_from(["", "an id"]))
+def test_requests_like_an_earlier_one_are_split_as_by_parsing(draw: st.DataObject, size: int, id: str) -> None:
+    first = float_request(size, 0.0, id)
+    SPLITTER.split(first)
+    second = bytearray(first)
+    for _ in range(draw.draw(st.integers(0, 2))):
+        second[draw.draw(st.integers(0, len(first) - 1))] = draw.draw(st.integers(0, 255))
+    for data in (bytes(second), memoryview(second)):
+        try:
+            expected = split_message(data, RAW_INPUTS)
+        except InputError:
+            with pytest.raises(InputError):
+                SPLITTER.split(data)
+        else:
+            assert SPLITTER.split(data) == expected
+
+
+def test_few_requests_are_kept_and_a_kept_one_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    splitter = RequestSplitter()
+    for size in range(2 * KNOWN_MAX):
+        splitter.split(float_request(size, 0.0))
+        assert len(splitter._known) <= KNOWN_MAX
+    monkeypatch.setattr(protobuf, "split_message", lambda *_: pytest.fail("it is parsed"))
+    _, model, _, [raw] = splitter.split(float_request(size, 7.0))
+    assert (model, bytes(raw)) == ("m", np.full(size, 7, np.float32).tobytes())
 
 
 def set_parameters(field: Any, parameters: Any) -> None:
