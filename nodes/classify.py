@@ -40,8 +40,9 @@ from weftline.nodes.hugging_face import (
     read_config,
     tokens_limit,
 )
-from weftline.nodes.model_file import find_model, stored_bytes
-from weftline.nodes.onnx_file import OnnxFile, read_onnx
+from weftline.nodes.model_file import find_model
+from weftline.nodes.model_limits import check_json_files
+from weftline.nodes.onnx_file import OnnxFile, onnx_bytes, read_onnx
 from weftline.nodes.onnx_session import open_session
 from weftline.nodes.precision import check_precision, computing_in, round_weights
 from weftline.nodes.text_tokens import SIDES, WINDOWS, Overflow, Rows, TextTokens, check_overflow, of_fitting
@@ -187,6 +188,7 @@ def check_classifier(model: str, base_dir: Path, option: str) -> tuple[str, ...]
             _check_ports(read_onnx(folder / "model.onnx", f"{model}/model.onnx"), model)
             if not (folder / "tokenizer.json").is_file():
                 raise ConfigError("model", f"{model} has no tokenizer.json", "the model's tokenizer beside model.onnx")
+            check_json_files(folder, model)
         else:
             check_folder(model, base_dir, "AutoModelForSequenceClassification")
         return labels
@@ -354,8 +356,10 @@ class Classify(BatchNode):
 
     @classmethod
     def model_bytes(cls, config: ClassifyConfig, step: StepContext) -> int:
-        onnx = is_onnx(config.model, step.base_dir)
-        return stored_bytes(config.model, step.base_dir) if onnx else network_bytes(config.model, step.base_dir)
+        path = find_model(config.model, step.base_dir)
+        if path is not None and is_onnx(config.model, step.base_dir):
+            return onnx_bytes(path / "model.onnx", config.model)
+        return network_bytes(config.model, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: ClassifyConfig, step: StepContext) -> Sequence[str]:

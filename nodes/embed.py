@@ -40,7 +40,7 @@ from weftline.nodes.hugging_face import (
 )
 from weftline.nodes.model_file import find_model, load_weights
 from weftline.nodes.precision import check_precision, computing_in, round_weights
-from weftline.nodes.sentence_head import FILES, MODULES, POOLINGS, SETTINGS, Dense, SentenceHead, read_head
+from weftline.nodes.sentence_head import MODULES, POOLINGS, SETTINGS, Dense, SentenceHead, read_head
 from weftline.nodes.text_tokens import (
     OVERFLOW_ABOUT,
     USAGE_ABOUT,
@@ -154,14 +154,14 @@ class Embed(BatchNode):
         self._device, self._on_device = context.framework_device, is_gpu(context.device)
         model = self.config.model
         try:
-            folder = fetch_folder(model, context.base_dir, FILES)
-            written = None if folder is None else read_head(folder, model, self.config.prompt)
+            folder = fetch_folder(model, context.base_dir)
+            written = read_head(folder, model, self.config.prompt)
             self._head = _chosen(self.config, written)
             network = f"{model}/{written.network}" if written is not None and written.network else model
             if network != model and find_model(model, context.base_dir) is None:
                 fix = "download the model and name its folder"
                 raise ConfigError("model", f"the network of {model} is in its folder {self._head.network}", fix=fix)
-            known = read_config(folder / self._head.network, network) if folder is not None else {}
+            known = read_config(folder / self._head.network, network)
         except ConfigError as error:
             raise model_error(error) from None
         kind = _ENCODERS.get(str(known.get("model_type")), "AutoModel")
@@ -179,7 +179,7 @@ class Embed(BatchNode):
         else:
             limit = tokens_limit(found, *([self._head.tokens_max] if self._head.tokens_max else []))
         self._tokens = load_tokens(network, context, limit)
-        self._layers = [_layer(one, folder, model, self._device) for one in self._head.dense if folder is not None]
+        self._layers = [_layer(one, folder, model, self._device) for one in self._head.dense]
 
     def warm_up(self) -> None:
         of_fitting(self._tokens.encode(["warm-up"], [Overflow("end")]), lambda fitting: [*self._embed(fitting)])

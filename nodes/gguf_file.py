@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_limits import open_file
 
 VERSIONS = (2, 3)
 SETTINGS_MAX = 4096
@@ -94,9 +95,8 @@ class GgufHeader:
 def read_gguf(path: Path, shown: str) -> GgufHeader:
     """Return the header of a file; ConfigError about option `model` for one that is damaged. shown: its name there."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            return _Reader(file, size).header()
+        with open_file(path) as file:
+            return _Reader(file, path.stat().st_size).header()
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError("model", f"{shown} is no GGUF file, or a damaged one: {error}", "a whole GGUF file") from None
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import posixpath
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,19 @@ from typing import Any
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext, model_error
 from weftline.nodes.model_file import check_safetensors, find_model, folder_bytes
-from weftline.nodes.model_limits import check_entries, check_sizes
+from weftline.nodes.model_limits import (
+    JSON_BYTES_MAX,
+    PARSED_BYTES_MAX,
+    check_entries,
+    check_json_files,
+    check_sizes,
+    open_file,
+    parse_json,
+    read_bytes,
+)
 from weftline.nodes.model_size import least_weights, size_mismatch
 from weftline.nodes.text_tokens import TextTokens
 from weftline.nodes.tokenizer_trial import try_tokenizer
-
-FILE_BYTES_MAX = 64 << 20
-"""Largest accepted tokenizer.json; the largest multilingual ones are about 20 MB."""
 
 
 def load_tokenizer(folder: Path, shown: str) -> Any:
@@ -30,8 +35,8 @@ def load_tokenizer(folder: Path, shown: str) -> Any:
     except ImportError:
         raise MissingPackage("tokenizers", "onnx") from None
     path = folder / "tokenizer.json"
-    if not path.is_file() or path.stat().st_size > FILE_BYTES_MAX:
-        raise ModelError(f"{shown} has no tokenizer.json of at most {FILE_BYTES_MAX} bytes")
+    if not path.is_file() or path.stat().st_size > JSON_BYTES_MAX:
+        raise ModelError(f"{shown} has no tokenizer.json of at most {JSON_BYTES_MAX} bytes")
     try_tokenizer(folder, shown)
     try:
         return Tokenizer.from_file(str(path))
@@ -39,9 +44,14 @@ def load_tokenizer(folder: Path, shown: str) -> Any:
         raise ModelError(f"{shown}/tokenizer.json is corrupt: {first_line(error):.200}") from None
 
 
-CONFIG_BYTES_MAX = 4 << 20
+REVISION_BYTES_MAX = 256
 TOKENS_MAX = 512
 """Default maximum of tokens of one text."""
+
+HUB_FILES = (
+    "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm", "model*.safetensors", "*/model.safetensors"
+)  # fmt: skip
+"""Patterns of the files of a hub model that are fetched; never pickled ones."""
 
 INDEX = "model.safetensors.index.json"
 """Names the safetensors file of each tensor, where weights are in several files."""
@@ -194,11 +204,21 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
     if is_path(model, base_dir):
         fix = "paths are relative to the pipeline file"
         raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name", fix)
-    snapshots = _hub_cache() / f"models--{model.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.glob("*/config.json")) if "\0" not in model else []
-    if found:
-        check_entries(found[-1].parent, model)
-    return found[-1].parent if found else None
+    folder = _cached_snapshot(model) if "\0" not in model else None
+    if folder is not None:
+        check_entries(folder, model)
+    return folder
+
+
+def _cached_snapshot(model: str) -> Path | None:
+    """Return the folder of a hub model in huggingface_hub's cache: the revision that was fetched last as `main`."""
+    cached = _hub_cache() / f"models--{model.replace('/', '--')}"
+    try:
+        revision = read_bytes(cached / "refs" / "main", REVISION_BYTES_MAX).decode("ascii").strip()
+    except (OSError, ValueError):
+        revision = ""
+    found = sorted(cached.glob("snapshots/*/config.json"))
+    return next((one.parent for one in found if one.parent.name == revision), found[-1].parent if found else None)
 
 
 def hub_notes(model: str, base_dir: Path) -> tuple[str, ...]:
@@ -222,8 +242,10 @@ def read_template(model: str, base_dir: Path) -> str:
     if folder is None:
         return ""
     file = folder / "chat_template.jinja"
-    if file.is_file() and file.stat().st_size <= CONFIG_BYTES_MAX:
-        return file.read_text("utf-8", "replace")
+    try:
+        return read_bytes(file, PARSED_BYTES_MAX).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        pass
     config = read_json(folder / "tokenizer_config.json", f"{model}/tokenizer_config.json")
     found = config.get("chat_template") if isinstance(config, dict) else None
     several = found if isinstance(found, list) else [{"template": found}]
@@ -233,15 +255,26 @@ def read_template(model: str, base_dir: Path) -> str:
 def check_folder(model: str, base_dir: Path, auto_class: str) -> None:
     """Raise ConfigError about option `model` when a local folder lacks sound weights or a tokenizer.
 
-    Hub models are not checked: missing files are downloaded when the node opens.
+    Of a hub model, the files in the cache are checked; missing ones are downloaded when the node opens.
 
     auto_class: transformers' class that loads the model, for the fix.
     """
     folder = find_model(model, base_dir)
-    if folder is None:
-        return
-    find_weights(folder, model, auto_class)
-    check_tokenizer(folder, model)
+    if folder is not None:
+        find_weights(folder, model, auto_class)
+        check_tokenizer(folder, model)
+    elif (cached := find_folder(model, base_dir)) is not None:
+        check_cached(cached, model)
+
+
+def check_cached(folder: Path, shown: str) -> None:
+    """Raise ConfigError about option `model` for unsound files of a hub model, of which some may be missing."""
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        _check_weights_file(path, shown)
+    check_json_files(folder, shown)
+    if files and not _shards(folder, shown) - {path.name for path in files}:
+        _check_described(folder, shown)
 
 
 def check_tokenizer(folder: Path, shown: str) -> None:
@@ -263,9 +296,7 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
             save = f"transformers.{auto_class}.from_pretrained({shown!r}).save_pretrained({shown!r})"
             fix += f", or where you trust its makers convert it once: {save}"
         raise ConfigError("model", found, "weights as safetensors", fix)
-    index = read_json(folder / INDEX, f"{shown}/{INDEX}")
-    named = index.get("weight_map") if isinstance(index, dict) else None
-    shards = {str(name) for name in named.values()} if isinstance(named, dict) else set()
+    shards = _shards(folder, shown)
     if missing := sorted(shards - {path.name for path in files}):
         found = f"{shown} lacks {', '.join(missing[:3])}" + (
             f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -273,12 +304,30 @@ def find_weights(folder: Path, shown: str, auto_class: str = "AutoModel") -> lis
         whole = f"the {len(shards)} files that its {INDEX} names"
         raise ConfigError("model", found, whole, "fetch what is missing; the download was not finished")
     for path in files:
-        with path.open("rb") as file:
+        _check_weights_file(path, shown)
+    check_json_files(folder, shown)
+    _check_described(folder, shown)
+    return files
+
+
+def _shards(folder: Path, shown: str) -> set[str]:
+    """Return the files that a folder's index of weights names, none without an index."""
+    index = read_json(folder / INDEX, f"{shown}/{INDEX}")
+    named = index.get("weight_map") if isinstance(index, dict) else None
+    return {str(name) for name in named.values()} if isinstance(named, dict) else set()
+
+
+def _check_weights_file(path: Path, shown: str) -> None:
+    try:
+        with open_file(path) as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 found, fix = f"{shown}/{path.name} is a Git LFS pointer", f"run `git lfs pull` in {shown}"
                 raise ConfigError("model", found, "the weights themselves", fix)
-    _check_described(folder, shown)
-    return files
+        check_safetensors(path, f"{shown}/{path.name}")
+    except OSError as error:
+        raise ConfigError("model", f"{shown}/{path.name} cannot be read: {error.strerror}") from None
+    except ModelError as error:
+        raise ConfigError("model", str(error)) from None
 
 
 def _check_described(folder: Path, shown: str) -> None:
@@ -347,16 +396,16 @@ def read_config(folder: Path, shown: str) -> dict[str, Any]:
     return config
 
 
-def read_json(path: Path, shown: str, bytes_max: int = CONFIG_BYTES_MAX) -> Any | None:
+def read_json(path: Path, shown: str, bytes_max: int = PARSED_BYTES_MAX) -> Any | None:
     """Return what is in the JSON file at `path`, None when there is no file; ConfigError when it is no JSON."""
     try:
-        if path.stat().st_size > bytes_max and path.name != INDEX:
-            raise ConfigError("model", f"{shown} is larger than {bytes_max} bytes")
-        return json.loads(path.read_bytes())
-    except OSError:
+        return parse_json(read_bytes(path, JSON_BYTES_MAX if path.name == INDEX else bytes_max))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        raise ConfigError("model", f"{shown} is not valid JSON") from None
+    except OSError as error:
+        raise ConfigError("model", f"{shown} cannot be read: {error.strerror}", "a JSON file") from None
+    except ValueError as error:
+        raise ConfigError("model", f"{shown} {error}") from None
 
 
 def _nearby(folder: Path, shown: str) -> str:
@@ -381,16 +430,13 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
         raise MissingPackage("transformers", "llm") from None
     torch.set_num_threads(max(context.threads, 1))
     source = local_or_hub(model, context.base_dir)
-    if isinstance(source, Path):
-        check_weights(source, model)
+    check_weights(source, model)
     context.progress("reading weights", 0.2)
-    local = isinstance(source, Path)  # else the bars show a download
     auto = getattr(transformers, auto_class)
     try:
-        with no_progress_bars() if local else nullcontext():
-            if isinstance(source, Path):
-                config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-                check_network(auto, config, source, model)
+        with no_progress_bars():
+            config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+            check_network(auto, config, source, model)
             found = auto.from_pretrained(
                 str(source), use_safetensors=True, trust_remote_code=False, dtype=torch.float32,
                 output_loading_info=True,
@@ -399,7 +445,7 @@ def load_network(auto_class: str, model: str, context: OpenContext, unused: tupl
         raise
     except Exception as error:
         reason = reason_without_path(error, source, model)
-        raise ModelError(f"{model} cannot be opened by transformers: {reason}{hub_fix(source)}") from None
+        raise ModelError(f"{model} cannot be opened by transformers: {reason}") from None
     network, report = found
     missing = sorted(name for name in map(str, report.get("missing_keys") or ()) if not name.startswith(unused))
     if missing:  # transformers would initialise them randomly and only warn
@@ -424,20 +470,9 @@ def no_progress_bars() -> Iterator[None]:
 def check_weights(folder: Path, shown: str) -> None:
     """Raise ModelError unless `folder`, called `shown` in errors, has safetensors files, and all of them are sound."""
     try:
-        files = find_weights(folder, shown)
+        find_weights(folder, shown)
     except ConfigError as error:
         raise model_error(error) from None
-    for file in files:
-        check_safetensors(file, f"{shown}/{file.name}")
-
-
-def hub_fix(source: Path | str) -> str:
-    """Return the fix for a name that is neither a folder nor on the hub; '' for a folder."""
-    if isinstance(source, Path):
-        return ""
-    return (
-        "\n    fix: name the model's folder, relative to the pipeline file, or a hub name that this machine can fetch"
-    )
 
 
 def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | None = None) -> TextTokens:
@@ -448,8 +483,7 @@ def load_tokens(model: str, context: OpenContext, tokens_max: int, pad: int | No
     import transformers
 
     source = local_or_hub(model, context.base_dir)
-    if isinstance(source, Path):
-        try_tokenizer(source, model)
+    try_tokenizer(source, model)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:
@@ -485,25 +519,42 @@ def is_path(model: str, base_dir: Path) -> bool:
     )
 
 
-def local_or_hub(model: str, base_dir: Path) -> Path | str:
-    """Return the local folder that `model` names, else the name itself for the hub."""
-    return find_model(model, base_dir) or model
+def local_or_hub(model: str, base_dir: Path) -> Path:
+    """Return the file or folder that `model` names, else the folder of the hub's model of that name, fetched.
 
-
-def fetch_folder(model: str, base_dir: Path, files: Sequence[str]) -> Path | None:
-    """Return the folder with a model's small files: local, or a hub model's in the cache, downloaded if missing.
-
-    files: patterns of the files to download, besides config.json.
+    ModelError for a model that cannot be fetched, and for files that are no files of a model.
     """
-    source = local_or_hub(model, base_dir)
-    if isinstance(source, Path):
-        return find_folder(model, base_dir)
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(source, allow_patterns=["config.json", *files]))
-    except Exception:  # loading the network reports the reason
-        return find_folder(model, base_dir)
+        found = find_model(model, base_dir)
+        if found is None and is_path(model, base_dir):
+            raise ModelError(f"model {model}: no such folder\n    fix: paths are relative to the pipeline file")
+        return found or fetch_from_hub(model)
+    except ConfigError as error:
+        raise model_error(error) from None
+
+
+def fetch_folder(model: str, base_dir: Path) -> Path:
+    """Return the folder with a model: local, or of the hub, fetched; ConfigError or ModelError where there is none."""
+    local = find_model(model, base_dir) is not None or is_path(model, base_dir)
+    return (find_folder(model, base_dir) if local else None) or fetch_from_hub(model)
+
+
+def fetch_from_hub(name: str) -> Path:
+    """Return the folder of the hub's model of that name, in huggingface_hub's cache; ModelError if it is unreachable.
+
+    Nodes give transformers this folder in place of the name, so that its files are checked before they are loaded.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MissingPackage("transformers", "llm") from None
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*HUB_FILES]))
+    except Exception as error:  # of the hub, of the network, of the cache's folder
+        fix = "name the model's folder, relative to the pipeline file, or a hub name that this machine can fetch"
+        raise ModelError(f"{name} cannot be fetched from the hub: {first_line(error):.300}\n    fix: {fix}") from None
+    check_entries(folder, name)
+    return folder
 
 
 def reason_without_path(error: BaseException, source: Path | str, shown: str) -> str:

@@ -7,8 +7,8 @@ them, so that a wrong size is an error with a reason, not an allocation.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import struct
 import zipfile
@@ -19,7 +19,7 @@ from typing import Any
 
 from weftline.errors import ModelError, first_line
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.model_limits import check_entries
+from weftline.nodes.model_limits import check_entries, open_file, open_zip, parse_json
 from weftline.nodes.model_store import find_stored, is_url
 from weftline.shm.spec import RANK_MAX
 
@@ -81,8 +81,11 @@ def folder_bytes(folder: Path) -> int:
     return sum(one.stat().st_size for one in single[:1] or numbered or parts)
 
 
-SAFETENSORS_HEADER_MAX = 100_000_000
-"""Largest header the safetensors format allows, in bytes."""
+SAFETENSORS_HEADER_MAX = 32 << 20
+"""Largest accepted header in bytes, which has room for 250 000 tensors; the format allows 100 MB."""
+
+SAFETENSORS_VALUES_MAX = 1 << 20
+"""Most values of a header: 8 for a tensor of 2 axes."""
 
 _SAFETENSORS_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -125,8 +128,8 @@ def check_safetensors(path: Path, shown: str) -> None:
     try:
         header, data_bytes = _read_header(path)
         _check_tensors(header, data_bytes)
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        reason = "its header is not JSON" if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) else error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"{shown} is no safetensors file, or a truncated one: {reason}") from None
 
 
@@ -134,19 +137,22 @@ def safetensors_names(path: Path) -> list[str]:
     """Return the names of a file's tensors, none where its header cannot be read: opening the file reports that."""
     try:
         return [name for name in _read_header(path)[0] if name != "__metadata__"]
-    except (OSError, ValueError, RecursionError, TypeError):
+    except (OSError, ValueError, TypeError):
         return []
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return a header as it is, and the bytes of the file behind it."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(SAFETENSORS_HEADER_MAX, max(size - 8, 0)):
             raise ValueError(f"its header claims {length} bytes, the file has {size}")
-        return json.loads(file.read(length)), size - 8 - length
+        try:
+            return parse_json(file.read(length), SAFETENSORS_VALUES_MAX), size - 8 - length
+        except ValueError as error:
+            raise ValueError(f"its header {error}") from None
 
 
 def _check_tensors(header: dict[str, Any], data_bytes: int) -> None:
@@ -185,7 +191,7 @@ def check_torch_zip(path: Path, shown: str) -> None:
     """Raise ModelError unless `path` is a torch zip file: stored entries without compression, within the file."""
     try:
         size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             entries = archive.infolist()
         names = [entry.filename for entry in entries]
         if not any(name.endswith("/data.pkl") for name in names):
@@ -215,11 +221,11 @@ def torch_kind(path: Path) -> tuple[str, str]:
     Read from the names of the archive's entries and the bytes of its pickle; nothing is unpickled.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = file.read(2)
         if head in (b"\x80\x02", b"\x80\x04", b"\x80\x05"):
             return OLD_PICKLE, ""
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             inside = {name.partition("/")[2]: name for name in archive.namelist()}
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, NotImplementedError):
         return "", ""
@@ -239,7 +245,7 @@ def pickled_classes(path: Path) -> list[str] | None:
     Nothing is unpickled: the names are searched in its bytes.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             pickles = [name for name in archive.namelist() if name.partition("/")[2] == "data.pkl"]
             if not pickles:
                 return None

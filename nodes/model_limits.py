@@ -1,17 +1,24 @@
 """Limits on model files that are read before a model is opened: kinds and sizes of files, and sizes that they state.
 
 A model is not trusted. A pipe or a device in its folder would make `check` wait for ever, a text file of many gigabytes
-would fill memory, and so would a network of the size that a short config.json asks for.
+would fill memory, and so would JSON of many small values, or a network of the size that a short config.json asks for.
+
+`open_file`, `read_bytes` and `parse_json` are how files of models are read.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import re
 import stat
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import msgspec
 
 from weftline.nodes.contract import ConfigError
 
@@ -24,6 +31,21 @@ TEXT_BYTES_MAX = 256 << 20
 
 CONFIG_BYTES_MAX = 32 << 20
 """Largest file of settings; tokenizer_config.json of models with many added tokens takes some MB."""
+
+PARSED_BYTES_MAX = 4 << 20
+"""Largest JSON file of settings that is parsed; vocabularies and tokenizers are larger."""
+
+JSON_BYTES_MAX = 64 << 20
+"""Largest JSON file; tokenizers of many languages take 20 to 40 MB."""
+
+PARSED_VALUES_MAX = 1 << 19
+"""Most values of JSON that becomes objects: up to 130 MB of them. An index of 160 files names 140 000 tensors."""
+
+JSON_VALUES_MAX = 1 << 23
+"""Most values of other JSON, such as the vocabulary and merges of a tokenizer, of which the largest have 2 million."""
+
+ZIP_INDEX_BYTES_MAX = 16 << 20
+"""Largest table of a zip file's entries, some 200 000 of them."""
 
 _TEXTS = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".spm", ".yaml", ".yml", ".lark", ".merges")
 _CONFIG = re.compile(r"(.*config|special_tokens_map|added_tokens|chat_template|modules)\.(json|jinja)")
@@ -44,6 +66,93 @@ _CONTEXT = re.compile(r"max_position_embeddings|n_positions|n_ctx|context_length
 _BOUNDS = ((_LAYERS, LAYERS_MAX), (_WIDTHS, WIDTH_MAX), (_VOCABULARY, VOCABULARY_MAX), (_CONTEXT, CONTEXT_MAX))
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading; OSError for a folder, a pipe or a device, without waiting for it."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+
+    return open(path, "rb", opener=opened)
+
+
+def read_bytes(path: Path, bytes_max: int) -> bytes:
+    """Return the content of a regular file; OSError where it cannot be read, ValueError for a larger one."""
+    with open_file(path) as file:
+        data = b"" if os.fstat(file.fileno()).st_size > bytes_max else file.read(bytes_max + 1)
+        if (not data and os.fstat(file.fileno()).st_size) or len(data) > bytes_max:
+            raise ValueError(f"is larger than {bytes_max} bytes")
+    return data
+
+
+def parse_json(data: bytes, values_max: int = PARSED_VALUES_MAX) -> Any:
+    """Return what a JSON document of a model says; ValueError with what is wrong, to be read after the file's name.
+
+    Numbers are read as Python reads them. Keys that occur twice in an object are refused: which one counts depends on
+    the reader.
+    """
+    _check_count(data, values_max)
+    try:
+        return json.loads(data, object_pairs_hook=_unique)
+    except _RepeatedKey:
+        raise
+    except (ValueError, RecursionError):
+        raise ValueError("is not valid JSON") from None
+
+
+class _RepeatedKey(ValueError):
+    """An object with a key that occurs twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(f"has the key {max(keys, key=keys.count)!r:.80} twice in one object")
+    return found
+
+
+def _check_count(data: bytes, values_max: int) -> None:
+    """Raise ValueError for JSON of more than about `values_max` values, by its separators."""
+    if sum(map(data.count, (b",", b"{", b"["))) > values_max:
+        raise ValueError(f"has more than {values_max} values")
+
+
+def check_json_files(folder: Path, shown: str) -> None:
+    """Raise ConfigError about option `model` for a JSON file in `folder` that no reader of the model should be given.
+
+    Files of up to PARSED_BYTES_MAX are parsed; of larger ones the syntax, the nesting and the size are checked.
+    """
+    for path in sorted(folder.glob("*.json")):
+        try:
+            data = read_bytes(path, JSON_BYTES_MAX)
+            if len(data) <= PARSED_BYTES_MAX:
+                parse_json(data)
+            else:
+                _check_count(data, JSON_VALUES_MAX)
+                msgspec.json.decode(data, type=msgspec.Raw)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ConfigError("model", f"{shown}/{path.name} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            known = isinstance(error, ValueError) and not isinstance(error, msgspec.MsgspecError)
+            wrong = str(error) if known else "is not valid JSON"
+            raise ConfigError("model", f"{shown}/{path.name} {wrong}") from None
+
+
+def open_zip(path: Path) -> zipfile.ZipFile:
+    """Open a zip file whose table of entries has a limit; OSError or BadZipFile where it is none."""
+    with open_file(path) as file:
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined]  # as ZipFile reads it, before it reads the table
+    if end and end[zipfile._ECD_SIZE] > ZIP_INDEX_BYTES_MAX:  # type: ignore[attr-defined]
+        raise zipfile.BadZipFile(f"its table of entries has more than {ZIP_INDEX_BYTES_MAX} bytes")
+    return zipfile.ZipFile(path)
+
+
 def check_entries(path: Path, shown: str) -> None:
     """Raise ConfigError about option `model` for a model with files that are not regular, or texts that are too large.
 
@@ -54,13 +163,17 @@ def check_entries(path: Path, shown: str) -> None:
         return
     for place, (entry, name) in enumerate(_entries(path, "", 0)):
         if place >= ENTRIES_MAX:
-            break  # no model's folder: what it lacks is reported elsewhere
+            raise ConfigError("model", f"{shown} has more than {ENTRIES_MAX} files", "a folder with one model")
         try:
             found = entry.stat()
-        except OSError:
+        except FileNotFoundError:
             continue  # a link to a file that is not there
+        except OSError as error:
+            raise ConfigError("model", f"{shown}/{name} cannot be read: {error.strerror}", "a regular file") from None
         if not stat.S_ISDIR(found.st_mode):
             _check_file(Path(entry.path), f"{shown}/{name}", found)
+        elif name.endswith(_TEXTS):
+            raise ConfigError("model", f"{shown}/{name} is a folder", "a regular file")
 
 
 def _entries(folder: Path, inside: str, depth: int) -> Iterator[tuple[os.DirEntry[str], str]]:
@@ -68,7 +181,7 @@ def _entries(folder: Path, inside: str, depth: int) -> Iterator[tuple[os.DirEntr
         with os.scandir(folder) as entries:
             for entry in entries:
                 yield entry, inside + entry.name
-                if depth < DEPTH_MAX - 1 and entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                if depth < DEPTH_MAX - 1 and entry.is_dir() and not entry.name.startswith("."):
                     yield from _entries(Path(entry.path), f"{inside}{entry.name}/", depth + 1)
     except OSError:
         return

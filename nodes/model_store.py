@@ -27,6 +27,7 @@ from typing import Any
 
 from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_limits import open_file, parse_json, read_bytes
 
 LOCK = "models.lock.json"
 LOCK_BYTES_MAX = 16 << 20
@@ -125,16 +126,11 @@ def _find_pinned(url: str, base_dir: Path) -> StoredModel | None:
 def read_lock(base_dir: Path) -> dict[str, StoredModel]:
     """Return the pinned models of the pipelines in a folder, by URL; ConfigError where the lock file is damaged."""
     try:
-        if (base_dir / LOCK).exists() and not (base_dir / LOCK).is_file():
-            raise ValueError("it is no regular file")
-        with (base_dir / LOCK).open("rb") as file:
-            raw = file.read(LOCK_BYTES_MAX + 1)
-        if len(raw) > LOCK_BYTES_MAX:
-            raise ValueError(f"it has more than {LOCK_BYTES_MAX} bytes")
-        return {url: _read_model(url, files) for url, files in json.loads(raw)["models"].items()}
+        found = parse_json(read_bytes(base_dir / LOCK, LOCK_BYTES_MAX))
+        return {url: _read_model(url, files) for url, files in found["models"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
         fix = "restore it, or remove it and run `weftline fetch`"
         raise ConfigError("model", f"{LOCK} is damaged: {reason:.200}", "what `weftline fetch` writes", fix) from None
@@ -212,7 +208,7 @@ def changed_files(model: StoredModel) -> list[StoredFile]:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

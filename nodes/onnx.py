@@ -36,8 +36,8 @@ from weftline.node import (
 )
 from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
 from weftline.nodes.grouping import group_by_shape
-from weftline.nodes.model_file import need_file, stored_bytes
-from weftline.nodes.onnx_file import MAPS, TENSOR, TEXTS, OnnxFile, ValueInfo, read_onnx
+from weftline.nodes.model_file import need_file
+from weftline.nodes.onnx_file import MAPS, TENSOR, TEXTS, OnnxFile, ValueInfo, onnx_bytes, read_onnx
 from weftline.nodes.onnx_session import (
     WITHOUT_GRAPH,
     OnnxGraphs,
@@ -135,7 +135,7 @@ class Onnx(BatchNode):
 
     @classmethod
     def model_bytes(cls, config: OnnxConfig, step: StepContext) -> int:
-        return stored_bytes(config.model, step.base_dir)
+        return onnx_bytes(_path(config, step.base_dir), config.model)
 
     @classmethod
     def plan_notes(cls, config: OnnxConfig, step: StepContext) -> Sequence[str]:

@@ -9,12 +9,15 @@ length in the file, since every length is compared with the bytes that follow. S
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from weftline.errors import ModelError
+from weftline.nodes.model_limits import open_file
 
 Value = int | memoryview
 """A varint as a number, a fixed-size or length-delimited field as its bytes, in place."""
@@ -109,7 +112,16 @@ RANK_MAX = 16
 
 _MODEL_GRAPH, _MODEL_TRAINING, _MODEL_FUNCTIONS = 7, 20, 25
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT, _GRAPH_SPARSE = 1, 5, 11, 12, 15
-_TENSOR_NAME, _TENSOR_EXTERNAL = 8, 13
+_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_EXTERNAL = 1, 2, 8, 13
+
+_BITS = {
+    1: 32, 2: 8, 3: 8, 4: 16, 5: 16, 6: 32, 7: 64, 9: 8, 10: 16, 11: 64, 12: 32, 13: 64, 14: 64, 15: 128, 16: 16,
+    17: 8, 18: 8, 19: 8, 20: 8, 21: 4, 22: 4, 23: 4, 24: 8, 25: 2, 26: 2,
+}  # fmt: skip
+"""Bits of a number, by TensorProto.DataType."""
+
+_FILE_NAME = re.compile(r"[^\x00-\x1f\\*?:]{1,512}")
+"""Accepted names of external files. ONNX Runtime takes `*/_ORT_MEM_ADDR_/*` for an address in its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +140,57 @@ class ValueInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class External:
+    """Place of a tensor in another file of the model's folder. length: as stated; size_bytes: by its type and dims."""
+
+    location: str
+    offset: int
+    length: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class OnnxFile:
-    """A model's signature: inputs (without initialisers), outputs, and external data files."""
+    """A model's signature: inputs (without initialisers), outputs, and tensors in external files."""
 
     inputs: tuple[ValueInfo, ...]
     outputs: tuple[ValueInfo, ...]
-    external: tuple[str, ...]
+    external: tuple[External, ...]
+
+    @property
+    def external_bytes(self) -> int:
+        """Return the memory that tensors in external files take; one that is read twice counts twice."""
+        return sum(one.size_bytes for one in self.external)
 
 
 def read_onnx(path: Path, shown: str) -> OnnxFile:
     """Return the signature of the model at `path`, named `shown` in errors. ModelError: not a valid ONNX file."""
     try:
-        with path.open("rb") as file:  # the map is closed with its last view, which an error may hold on to
+        with open_file(path) as file:  # the map is closed with its last view, which an error may hold on to
             found = _read_model(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     except (OSError, ValueError) as error:
         reason = "it is empty or cannot be read" if not isinstance(error, WireError) else str(error)
         raise ModelError(f"{shown} is no ONNX model, or a truncated one: {reason}") from None
-    for name in found.external:
+    for name in dict.fromkeys(one.location for one in found.external):
         check_external(path.parent, name, shown)
+    _check_places(path.parent, found.external, shown)
     return found
+
+
+def onnx_bytes(path: Path, shown: str) -> int:
+    """Return the memory that a model's weights take, those in external files too; 0 where it cannot be read."""
+    try:
+        return path.stat().st_size + read_onnx(path, shown).external_bytes
+    except (OSError, ModelError):
+        return 0  # reported by `ports`
 
 
 def check_external(folder: Path, name: str, shown: str) -> None:
     """Raise ModelError unless `name` is a file inside `folder`, which is where the model lies."""
     parts = PurePosixPath(name)
-    foreign = parts.is_absolute() or ".." in parts.parts or "\\" in name or PureWindowsPath(name).drive or "\0" in name
+    foreign = (
+        parts.is_absolute() or ".." in parts.parts or PureWindowsPath(name).drive or not _FILE_NAME.fullmatch(name)
+    )
     if foreign or not (folder / name).resolve().is_relative_to(folder.resolve()):
         raise ModelError(f"{shown} wants external data at {name!r:.120}, outside its own folder; it was not opened")
     if not (folder / name).is_file():
@@ -160,9 +198,26 @@ def check_external(folder: Path, name: str, shown: str) -> None:
         raise ModelError(f"{shown} wants external data in {name!r:.120}, which is missing\n    fix: {fix}")
 
 
+def _check_places(folder: Path, external: Sequence[External], shown: str) -> None:
+    """Raise ModelError unless tensors lie within their files, have their sizes, and share no bytes but all of them."""
+    ends: dict[str, tuple[int, int]] = {}
+    for one in sorted(external, key=lambda one: (one.location, one.offset, one.length)):
+        where = f"{shown}: a tensor in {one.location!r:.120}, {one.length} bytes from byte {one.offset} on,"
+        size = (folder / one.location).stat().st_size
+        if one.offset + one.length > size:
+            raise ModelError(f"{where} ends outside that file of {size} bytes\n    fix: fetch the whole file")
+        if one.length != one.size_bytes:
+            raise ModelError(f"{where} takes {one.size_bytes} bytes by its type and shape")
+        place = (one.offset, one.offset + one.length)
+        before = ends.get(one.location, (0, 0))
+        if one.length and place != before and one.offset < before[1]:
+            raise ModelError(f"{where} overlaps another one")
+        ends[one.location] = place if place[1] > before[1] else before
+
+
 def _read_model(message: memoryview) -> OnnxFile:
     graph: memoryview | None = None
-    external: set[str] = set()
+    external: list[External] = []
     for field, value in fields(message):
         if field == _MODEL_GRAPH:
             if graph is not None:  # protobuf would merge them, and a part would be unchecked
@@ -171,17 +226,17 @@ def _read_model(message: memoryview) -> OnnxFile:
         elif field == _MODEL_TRAINING:
             for inner, nested in fields(chunk(value)):
                 if inner in (1, 2):
-                    external.update(_external_of_graph(chunk(nested), 1))
+                    external.extend(_external_of_graph(chunk(nested), 1))
         elif field == _MODEL_FUNCTIONS:
             for inner, nested in fields(chunk(value)):
                 if inner == 7:
-                    external.update(_external_of_node(chunk(nested), 1))
+                    external.extend(_external_of_node(chunk(nested), 1))
     if graph is None:
         raise WireError("it has no graph")
     return _read_graph(graph, external)
 
 
-def _read_graph(graph: memoryview, external: set[str]) -> OnnxFile:
+def _read_graph(graph: memoryview, external: list[External]) -> OnnxFile:
     inputs: list[ValueInfo] = []
     outputs: list[ValueInfo] = []
     known: set[str] = set()
@@ -192,8 +247,8 @@ def _read_graph(graph: memoryview, external: set[str]) -> OnnxFile:
             known.add(next((text(part) for inner, part in fields(chunk(value)) if inner == _TENSOR_NAME), ""))
     if len(inputs) > PORTS_MAX or len(outputs) > PORTS_MAX or not outputs:
         raise WireError(f"{len(inputs)} inputs and {len(outputs)} outputs; from 1 to {PORTS_MAX} outputs are sensible")
-    external.update(_external_of_graph(graph, 0))
-    return OnnxFile(tuple(i for i in inputs if i.name not in known), tuple(outputs), tuple(sorted(external)))
+    external.extend(_external_of_graph(graph, 0))
+    return OnnxFile(tuple(i for i in inputs if i.name not in known), tuple(outputs), tuple(external))
 
 
 def _value_info(message: memoryview) -> ValueInfo:
@@ -276,7 +331,7 @@ def _dim(message: memoryview) -> int | str | None:
     return dim
 
 
-def _external_of_graph(graph: memoryview, depth: int) -> Iterator[str]:
+def _external_of_graph(graph: memoryview, depth: int) -> Iterator[External]:
     """Yield the external files of a graph, its nodes' constants and its inner graphs."""
     if depth > DEPTH_MAX:
         raise WireError(f"graphs nested deeper than {DEPTH_MAX}")
@@ -289,7 +344,7 @@ def _external_of_graph(graph: memoryview, depth: int) -> Iterator[str]:
             yield from _external_of_sparse(chunk(value))
 
 
-def _external_of_node(node: memoryview, depth: int) -> Iterator[str]:
+def _external_of_node(node: memoryview, depth: int) -> Iterator[External]:
     for field, attribute in fields(node):
         if field != 5:
             continue
@@ -302,15 +357,54 @@ def _external_of_node(node: memoryview, depth: int) -> Iterator[str]:
                 yield from _external_of_sparse(chunk(value))
 
 
-def _external_of_sparse(sparse: memoryview) -> Iterator[str]:
+def _external_of_sparse(sparse: memoryview) -> Iterator[External]:
     for field, value in fields(sparse):
         if field in (1, 2):
             yield from _external_of_tensor(chunk(value))
 
 
-def _external_of_tensor(tensor: memoryview) -> Iterator[str]:
-    for field, entry in fields(tensor):
+def _external_of_tensor(tensor: memoryview) -> Iterator[External]:
+    entries: dict[str, str] = {}
+    dims: list[int] = []
+    kind = 0
+    for field, value in fields(tensor):
         if field == _TENSOR_EXTERNAL:
-            parts = dict(fields(chunk(entry)))
-            if 1 in parts and text(parts[1]) == "location":
-                yield text(parts.get(2, memoryview(b"")))
+            parts = dict(fields(chunk(value)))
+            key = text(parts.get(1, memoryview(b"")))
+            if key in entries:
+                raise WireError(f"external data with two values of {key!r:.40}")
+            entries[key] = text(parts.get(2, memoryview(b"")))
+        elif field == _TENSOR_DIMS and len(dims) <= RANK_MAX:
+            dims += [number(value)] if isinstance(value, int) else _packed(value)
+        elif field == _TENSOR_TYPE:
+            kind = number(value)
+    if not entries:
+        return
+    if len(dims) > RANK_MAX:
+        raise WireError(f"a tensor of more than {RANK_MAX} dimensions")
+    if kind not in _BITS or any(size < 0 for size in dims):
+        raise WireError("external data of a tensor without a type of numbers, or with a negative size")
+    size_bytes = -(-math.prod(dims) * _BITS[kind] // 8)
+    offset, length = (_count(entries, key, default) for key, default in (("offset", 0), ("length", size_bytes)))
+    yield External(entries.get("location", ""), offset, length, size_bytes)
+
+
+def _packed(values: memoryview) -> list[int]:
+    """Return the numbers of a packed field, up to one more than RANK_MAX."""
+    at, found = 0, []
+    while at < len(values):
+        value, at = _varint(values, at)
+        found.append(number(value))
+        if len(found) > RANK_MAX:
+            break
+    return found
+
+
+def _count(entries: Mapping[str, str], key: str, default: int) -> int:
+    """Return a number of bytes in the entries of external data."""
+    found = entries.get(key)
+    if found is None:
+        return default
+    if not re.fullmatch("[0-9]{1,18}", found):
+        raise WireError(f"external data whose {key} is {found!r:.40}, expected a number of bytes")
+    return int(found)

@@ -38,7 +38,7 @@ from weftline.nodes.hugging_face import (
 )
 from weftline.nodes.out_of_memory import is_out_of_memory
 from weftline.nodes.precision import check_precision, computing_in, round_weights
-from weftline.nodes.sentence_head import FILES, PAIR_ACTIVATIONS, PairHead, read_pair_head
+from weftline.nodes.sentence_head import PAIR_ACTIVATIONS, PairHead, read_pair_head
 from weftline.nodes.text_tokens import (
     OVERFLOW_ABOUT,
     USAGE_ABOUT,
@@ -138,8 +138,7 @@ class Rerank(BatchNode):
     def open(self, context: OpenContext) -> None:
         model, self._device = self.config.model, context.framework_device
         try:
-            folder = fetch_folder(model, context.base_dir, FILES)
-            self._head = PairHead() if folder is None else _checked_head(self.config, folder)
+            self._head = _checked_head(self.config, fetch_folder(model, context.base_dir))
         except ConfigError as error:
             raise model_error(error) from None
         self._network = load_network("AutoModelForSequenceClassification", model, context)

@@ -24,9 +24,6 @@ from weftline.nodes.hugging_face import OWN_NODE, read_json
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
-FILES = (MODULES, SETTINGS, "sentence_*_config.json", "*/config.json", "*/model.safetensors", "*tokenizer_config.json")
-"""Patterns of all files that are read here or by the nodes that compute with them."""
-
 _POOLINGS = {
     "cls": "first", "mean": "mean", "max": "max", "lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt",
     "weightedmean": "weighted_mean",

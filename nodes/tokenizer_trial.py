@@ -18,13 +18,15 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weftline.errors import ModelError, first_line
 from weftline.nodes.confined import child_environment, confine
-from weftline.nodes.contract import ConfigError
+from weftline.nodes.model_limits import JSON_BYTES_MAX, parse_json, read_bytes
 
 CPU_MAX_S = 3
 """Processor time of a trial; published tokenizers take below 1 s with the start of the process."""
@@ -44,32 +46,48 @@ TOKEN_CHARS_MAX = 1_000
 
 LITERALS_MAX = 48
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_NOTHING = msgspec.Raw(b"null")
 _TRIED = re.compile(r'"type": "(Split|Replace|Prepend)"')
 """Parts with patterns or texts of their own; the others are fixed algorithms."""
 
 
+class _Model(msgspec.Struct):
+    max_input_chars_per_word: Any = 0
+
+
+class _Tokenizer(msgspec.Struct):
+    """Parts of a tokenizer.json that are looked at; the others, such as the vocabulary, become no objects."""
+
+    normalizer: msgspec.Raw = _NOTHING
+    pre_tokenizer: msgspec.Raw = _NOTHING
+    decoder: msgspec.Raw = _NOTHING
+    model: _Model | None = None
+
+
 def try_tokenizer(folder: Path, shown: str) -> None:
     """Raise ModelError for a tokenizer.json in `folder` whose patterns take too long or too much memory."""
-    from weftline.nodes.hugging_face import FILE_BYTES_MAX, read_json
-
     try:
-        found = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", FILE_BYTES_MAX)
-    except ConfigError as error:
-        raise ModelError(error.found) from None
-    if not isinstance(found, Mapping):
+        wrong = _problem(read_bytes(folder / "tokenizer.json", JSON_BYTES_MAX))
+    except FileNotFoundError:
         return
-    wrong = _problem(found)
+    except OSError as error:
+        wrong = f"it cannot be read: {error.strerror}"
+    except ValueError as error:
+        raise ModelError(f"{shown}/tokenizer.json {error}") from None
     if wrong:
         fix = "fetch the tokenizer of a model that you trust"
         raise ModelError(f"{shown}/tokenizer.json: {wrong}\n    fix: {fix}")
 
 
-def _problem(found: Mapping[str, Any]) -> str:
-    model = found.get("model")
-    word = model.get("max_input_chars_per_word", 0) if isinstance(model, Mapping) else 0
+def _problem(data: bytes) -> str:
+    try:
+        found = msgspec.json.decode(data, type=_Tokenizer)
+    except (msgspec.MsgspecError, RecursionError):
+        raise ValueError("is not valid JSON, or no tokenizer") from None
+    word = found.model.max_input_chars_per_word if found.model is not None else 0
     if isinstance(word, int) and word > TOKEN_CHARS_MAX:
         return f"max_input_chars_per_word is {word}, and at most {TOKEN_CHARS_MAX} is accepted"
-    parts = json.dumps({name: found.get(name) for name in _PARTS})
+    parts = json.dumps({name: parse_json(bytes(getattr(found, name))) for name in _PARTS})
     return _wait_trial(parts) if _TRIED.search(parts) else ""
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from weftline.errors import ModelError, first_line
 from weftline.nodes.model_file import check_stored
+from weftline.nodes.model_limits import open_zip
 
 _ALLOWED = re.compile(
     r"^(models/[\w.-]+\.json"
@@ -58,7 +59,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 def load_exported(path: Path, shown: str) -> Any:
     """Return the module of the exported program at `path`; ModelError when it is something else, or more than that."""
-    _check_entries(path, shown)
+    check_exported(path, shown)
     import torch
 
     with _weights_only():
@@ -70,9 +71,10 @@ def load_exported(path: Path, shown: str) -> Any:
             raise ModelError(f"{shown} is no torch.export file, or is corrupt: {first:.200}") from None
 
 
-def _check_entries(path: Path, shown: str) -> None:
+def check_exported(path: Path, shown: str) -> None:
+    """Raise ModelError unless a file is an exported program without code of Python, by its entries and its JSON."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             if len(entries) != len(archive.infolist()):
                 raise ValueError("two entries of one name: which one is meant depends on the reader")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,13 +44,15 @@ from weftline.nodes.model_file import (
     PICKLED_OBJECT,
     STATE_DICT,
     TORCHSCRIPT,
+    check_safetensors,
+    check_torch_zip,
     load_into,
     load_weights,
     need_file,
     stored_bytes,
     torch_kind,
 )
-from weftline.nodes.torch_export import load_exported
+from weftline.nodes.torch_export import check_exported, load_exported
 from weftline.nodes.user_code import load, locate
 from weftline.shm.device.names import is_gpu
 
@@ -264,6 +266,10 @@ def _check_program(path: Path, shown: str) -> None:
         raise ConfigError("model", f"{shown} is a pickle, which can run code", _PROGRAM, f"export it {_EXPORT}")
     if path.suffix == ".onnx":
         raise ConfigError("model", f"{shown} is an ONNX model", _PROGRAM, "use node onnx")
+    if not kind:
+        raise ConfigError("model", f"{shown} is no file of torch, or a truncated one", _PROGRAM)
+    if kind == EXPORTED:
+        _as_problem("model", check_exported, path, shown)
 
 
 def _check_weights(path: Path, shown: str) -> None:
@@ -277,6 +283,15 @@ def _check_weights(path: Path, shown: str) -> None:
         what = f"an object ({name:.80})" if name else "an old form"
         fix = "where you trust it: torch.save(model.state_dict(), ...), or safetensors.torch.save_file"
         raise ConfigError("weights", f"{shown} is a pickle of {what}, which can run code", "a state dict", fix)
+    _as_problem("weights", check_safetensors if path.suffix == ".safetensors" else check_torch_zip, path, shown)
+
+
+def _as_problem(option: str, check: Callable[[Path, str], None], path: Path, shown: str) -> None:
+    """Call a check of a file; ConfigError about `option` where it raises ModelError."""
+    try:
+        check(path, shown)
+    except ModelError as error:
+        raise ConfigError(option, str(error)) from None
 
 
 def _declared(written: Mapping[str, str], option: str) -> tuple[Port, ...]:

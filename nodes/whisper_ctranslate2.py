@@ -20,8 +20,10 @@ import numpy as np
 from weftline.errors import MissingPackage, ModelError, first_line
 from weftline.nodes.contract import ConfigError, OpenContext
 from weftline.nodes.device_tensors import as_array
-from weftline.nodes.hugging_face import FILE_BYTES_MAX, read_json
+from weftline.nodes.hugging_face import read_json
+from weftline.nodes.model_limits import JSON_BYTES_MAX, check_json_files, open_file, read_bytes
 from weftline.nodes.ports import AUDIO_HZ
+from weftline.nodes.tokenizer_trial import try_tokenizer
 from weftline.nodes.whisper_decoding import HOP, Found, Recording, Search, mel_frames
 from weftline.nodes.whisper_file import LANGUAGES, RANGES, VOCABULARIES, VOCABULARY_MIN, is_head
 
@@ -32,6 +34,9 @@ PRECISIONS = ("float32", "bfloat16", "float16", "int8")
 
 VERSION = 6
 """Version of the file format that CTranslate2 has written since it has Whisper."""
+
+VOCABULARY_BYTES_MAX = 4 << 20
+"""Largest vocabulary.txt; those of Whisper take 0.5 MB."""
 
 VARIABLES_MAX = 100_000
 NAME_BYTES_MAX = 1000
@@ -101,7 +106,7 @@ def check_folder(folder: Path, shown: str, words: bool) -> Sizes:
     """
     try:
         sizes = read_sizes(folder / FILE)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         expected = "a Whisper model that CTranslate2 has converted"
         raise ConfigError("model", f"{shown}/{FILE}: {error}", expected) from None
     if sizes.vocabulary not in VOCABULARIES:
@@ -112,6 +117,7 @@ def check_folder(folder: Path, shown: str, words: bool) -> Sizes:
         if not low <= getattr(sizes, field) <= high:
             found = f"{field.replace('_', ' ')} of {shown}/{FILE} are {getattr(sizes, field)}"
             raise ConfigError("model", found, f"from {low} to {high}")
+    check_json_files(folder, shown)
     _check_config(folder, shown, sizes, words)
     _check_tokens(folder, shown, sizes)
     return sizes
@@ -153,7 +159,7 @@ def _check_tokens(folder: Path, shown: str, sizes: Sizes) -> None:
     if words[sizes.start : sizes.start + 1] != [START]:
         found = f"the vocabulary of {shown} has no {START} at {sizes.start}"
         raise ConfigError("model", found, "the file that CTranslate2 wrote with the model")
-    tokenizer = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", FILE_BYTES_MAX)
+    tokenizer = read_json(folder / "tokenizer.json", f"{shown}/tokenizer.json", JSON_BYTES_MAX)
     added = tokenizer.get("added_tokens") if isinstance(tokenizer, dict) else None
     listed = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
     known = {str(one.get("content")): one.get("id") for one in listed}
@@ -169,10 +175,12 @@ def _check_tokens(folder: Path, shown: str, sizes: Sizes) -> None:
 
 def _vocabulary(folder: Path, shown: str) -> list[Any]:
     """Return the tokens of vocabulary.json or vocabulary.txt in their order; ConfigError when there is neither."""
-    words = read_json(folder / "vocabulary.json", f"{shown}/vocabulary.json", FILE_BYTES_MAX)
-    file = folder / "vocabulary.txt"
-    if words is None and file.is_file() and file.stat().st_size <= FILE_BYTES_MAX:
-        return file.read_text("utf-8", "replace").split("\n")
+    words = read_json(folder / "vocabulary.json", f"{shown}/vocabulary.json", JSON_BYTES_MAX)
+    if words is None:
+        try:
+            return read_bytes(folder / "vocabulary.txt", VOCABULARY_BYTES_MAX).decode("utf-8", "replace").split("\n")
+        except (OSError, ValueError):
+            pass
     if not isinstance(words, list):
         found = f"the folder {shown} has no vocabulary.json" + ("" if words is None else " that is a list")
         raise ConfigError("model", found, "all files that CTranslate2 wrote")
@@ -191,7 +199,7 @@ def _are_heads(heads: Any, most: list[Any]) -> bool:
 
 def read_sizes(path: Path) -> Sizes:
     """Return the sizes of a model in a file of CTranslate2; ValueError unless it is a whole file of a Whisper."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         end = file.seek(0, 2)
         file.seek(0)
         try:
@@ -269,6 +277,7 @@ class CTranslate2Network:
         except ImportError:
             raise MissingPackage("faster-whisper", "faster-whisper") from None
         sizes = check_folder(folder, shown, words)
+        try_tokenizer(folder, shown)
         device, _, index = context.framework_device.partition(":")
         has = ctranslate2.get_supported_compute_types(device, int(index or 0))
         if precision not in ("auto", *has):

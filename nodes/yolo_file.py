@@ -23,6 +23,7 @@ from typing import Any
 
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.model_file import folder_bytes, load_into, load_weights, pickled_classes
+from weftline.nodes.model_limits import parse_json, read_bytes
 from weftline.nodes.model_size import least_yolo_weights, size_mismatch
 from weftline.nodes.shapes import POINTS_MAX
 from weftline.nodes.yolo_tasks import CLASSIFY, HEADS, NETWORKS, POSE, YoloTask, default_points
@@ -82,12 +83,11 @@ class YoloModel:
 def read_config(folder: Path, shown: str) -> YoloFolder:
     """Return the contents of config.json in `folder`; raise ModelError with everything that is wrong."""
     try:
-        if (folder / "config.json").stat().st_size > CONFIG_BYTES_MAX:
-            raise ModelError(f"{shown}/config.json is larger than {CONFIG_BYTES_MAX} bytes")
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not valid JSON"
-        raise ModelError(f"{shown}/config.json cannot be read: {reason}") from None
+        config = parse_json(read_bytes(folder / "config.json", CONFIG_BYTES_MAX))
+    except OSError as error:
+        raise ModelError(f"{shown}/config.json cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{shown}/config.json {error}") from None
     wrong = list(_problems(config))
     if wrong:
         raise ModelError(f"{shown}/config.json: {'; '.join(wrong)}")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weftline.errors import MissingPackage, ModelError
 from weftline.nodes.contract import ConfigError, model_error
 from weftline.nodes.gguf_file import ROPE_FACTORS, GgufHeader, check_gguf, read_gguf
+from weftline.nodes.model_limits import open_file
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ def scale_positions(model: Any, source: str | Path, header: GgufHeader, shown: s
     entry = header.tensors.get(ROPE_FACTORS)
     if entry is None:
         return
-    with Path(source).open("rb") as file:
+    with open_file(Path(source)) as file:
         file.seek(entry.start)
         factors = torch.frombuffer(bytearray(file.read(entry.size_bytes)), dtype=torch.float32)
     rotary = getattr(model.base_model, "rotary_emb", None)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from weftline.engine.llm.checkpoint_format import METHODS, PLAIN_FIX, packed_layers, read_format, settings_of
+from weftline.engine.llm.lora.file import check_adapter
 from weftline.engine.llm.vision.families import check_family, family_of
 from weftline.engine.llm.vision.ports import IMAGE_TEXT_CLASS
+from weftline.errors import ModelError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.gguf_file import ARCHITECTURES, check_gguf, read_gguf
 from weftline.nodes.hugging_face import (
@@ -62,6 +64,20 @@ def checked_model(model: str, task: str, base_dir: Path, option: str, weights: s
         return found
     except ConfigError as error:
         raise ConfigError(option, error.found, error.expected, error.fix) from None
+
+
+def checked_adapter(name: str, folder: str, base_dir: Path) -> None:
+    """Raise ConfigError about a LoRA adapter of option `adapters` that cannot be read."""
+    try:
+        path = find_model(folder, base_dir)
+        if path is None:
+            fix = "paths are relative to the pipeline file"
+            raise ConfigError("", f"there is no folder {folder}", "a folder that PEFT saved", fix)
+        check_adapter(path, folder)
+    except ConfigError as error:
+        raise ConfigError(f"adapters.{name}", error.found, error.expected, error.fix) from None
+    except ModelError as error:
+        raise ConfigError(f"adapters.{name}", str(error)) from None
 
 
 def _check_format(found: Mapping[str, Any], model: str, base_dir: Path, weights: str) -> None:

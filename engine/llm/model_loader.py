@@ -10,7 +10,6 @@ quantises them one at a time. At no time is there more than what is finished, an
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,9 +29,18 @@ from weftline.engine.llm.gguf import alone, is_gguf, load_gguf, open_header, rea
 from weftline.engine.llm.packed_weights import unpacked
 from weftline.engine.llm.quantised import Quantiser, check_form, plan_weights
 from weftline.engine.llm.vision.families import FAMILIES, check_family
-from weftline.errors import ModelError, first_line
-from weftline.nodes.contract import ConfigError
-from weftline.nodes.hugging_face import check_network, check_weights, hub_fix, no_progress_bars, reason_without_path
+from weftline.errors import ModelError
+from weftline.nodes.contract import ConfigError, model_error
+from weftline.nodes.hugging_face import (
+    INDEX,
+    check_network,
+    check_weights,
+    local_or_hub,
+    no_progress_bars,
+    read_config,
+    read_json,
+    reason_without_path,
+)
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -215,20 +223,18 @@ def load_model(
     if is_gguf(source):
         return _load_gguf(source, options, progress, shown, kind)
     progress("reading the model's config", 0.0)
-    _check_folder(source, shown)
+    source = _checked_folder(source, shown)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its many parts raise
         reason = reason_without_path(error, source, shown)
-        fix = "" if Path(source).is_dir() else hub_fix(str(source))
-        raise ModelError(f"model {shown}: its config cannot be read: {reason}{fix}") from None
+        raise ModelError(f"model {shown}: its config cannot be read: {reason}") from None
     check_kind(config, shown)
     _check_family(config, shown)
     attend: Any = attention.NAME
     if config.model_type in FAMILIES:
         kind, attend = "AutoModelForImageTextToText", {"text_config": attention.NAME, "vision_config": "sdpa"}
-    if Path(source).is_dir():
-        check_network(getattr(transformers, kind), config, Path(source), f"model {shown}")
+    check_network(getattr(transformers, kind), config, source, f"model {shown}")
     progress("reading weights", 0.2)
     plan = plan_weights(options.weights, options.dtype, options.device, config, shown)
     dtype = getattr(torch, plan.dtype) if plan.dtype else _dtype(options, config)
@@ -329,7 +335,7 @@ class _Reader:
 
     @cached_property
     def _folder(self) -> Path:
-        return Path(self._source) if Path(self._source).is_dir() else _fetch(str(self._source))
+        return Path(self._source)
 
     @cached_property
     def _class(self) -> Any:
@@ -372,15 +378,6 @@ def _layer_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _fetch(name: str) -> Path:
-    """Return the folder with a model of the hub, fetched unless it is there."""
-    from huggingface_hub import snapshot_download
-
-    return Path(
-        snapshot_download(name, allow_patterns=["config.json", "generation_config.json", "model*.safetensors*"])
-    )
-
-
 def _open_tensors(folder: Path) -> dict[str, Any]:
     """Return the tensors of a checkpoint, each read when it is indexed; none where its files have other names."""
     from safetensors import safe_open
@@ -388,7 +385,7 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = sorted(set((read_json(index, INDEX) or {})["weight_map"].values()))
     elif not (folder / files[0]).is_file():
         return {}
     tensors = {}
@@ -398,7 +395,8 @@ def _open_tensors(folder: Path) -> dict[str, Any]:
     return tensors
 
 
-def _check_folder(source: str | Path, shown: str) -> None:
+def _checked_folder(source: str | Path, shown: str) -> Path:
+    """Return the folder of a model with sound files; that of a hub name is fetched."""
     folder = Path(source)
     if not folder.is_dir():
         looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
@@ -406,14 +404,15 @@ def _check_folder(source: str | Path, shown: str) -> None:
             raise ModelError(
                 f"model {shown}: no such folder\n    fix: give a folder with config.json and *.safetensors"
             )
-        return
+        folder = local_or_hub(str(source), Path())
     if not (folder / "config.json").is_file():
         raise ModelError(f"model {shown}: the folder has no config.json")
     check_weights(folder, shown)
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, UnicodeError) as error:
-        raise ModelError(f"model {shown}: config.json is not JSON: {first_line(error):.300}") from None
+        read_config(folder, f"model {shown}")
+    except ConfigError as error:
+        raise model_error(error) from None
+    return folder
 
 
 def _check_family(config: Any, shown: str) -> None:

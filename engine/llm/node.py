@@ -16,7 +16,7 @@ from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notat
 from weftline.engine.llm.answer_syntax import END_THINK
 from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.external.options import ONLY_EXTERNAL
-from weftline.engine.llm.model_check import checked_model, model_bytes, template_of
+from weftline.engine.llm.model_check import checked_adapter, checked_model, model_bytes, template_of
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.output import RequestOutput
 from weftline.engine.llm.params import SamplingParams
@@ -124,7 +124,10 @@ class Llm(StreamNode):
             TENANT,
             port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
         )
-        return Ports((*request_inputs(*image_ports(config, found, step)), *own), answer_outputs())
+        inputs = request_inputs(*image_ports(config, found, step))
+        for name, folder in config.adapters.items():
+            checked_adapter(name, folder, step.base_dir)
+        return Ports((*inputs, *own), answer_outputs())
 
     @classmethod
     def model_bytes(cls, config: LlmConfig, step: StepContext) -> int:

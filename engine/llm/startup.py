@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
@@ -45,7 +44,7 @@ def open_engine(config: LlmConfig, context: OpenContext) -> tuple[Engine, Tokens
     tokens = Tokens.open(source, runner.context_max, config.model)
     images = open_reader(runner, tokens, source, context.base_dir, config)
     for name, folder in config.adapters.items():
-        runner.load_adapter(name, Path(local_or_hub(folder, context.base_dir)), folder)
+        runner.load_adapter(name, local_or_hub(folder, context.base_dir), folder)
     limits = round_limits(config, context.device)
     draft = _draft(config, context, runner)
     if context.memory_limit is not None and runner.device.type == "cuda":

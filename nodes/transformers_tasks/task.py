@@ -23,6 +23,7 @@ from weftline.nodes.device_tensors import as_torch, offload
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.hugging_face import (
     Kind,
+    check_cached,
     check_kind,
     fetch_folder,
     find_folder,
@@ -226,9 +227,11 @@ def check_model(task: type[Task], model: str, base_dir: Path) -> dict[str, Any] 
     check_kind(found, model, task.kinds, task.expected)
     task.check_config(found, model)
     _check_backbone(found, model)
-    if find_model(model, base_dir) is not None:  # missing files of a hub model are downloaded when the node opens
+    if find_model(model, base_dir) is not None:
         find_weights(folder, model, task.class_of(found))
         task.check_files(folder, model)
+    else:  # missing files are downloaded when the node opens
+        check_cached(folder, model)
     return found
 
 
@@ -306,8 +309,7 @@ def label_answer(scores: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _find_class(task: type[Task], model: str, context: OpenContext) -> str:
     """Return the class of transformers that loads a model; a hub model's config.json is downloaded."""
-    folder = fetch_folder(model, context.base_dir, ())
-    return task.auto_class if folder is None else task.class_of(read_config(folder, model))
+    return task.class_of(read_config(fetch_folder(model, context.base_dir), model))
 
 
 def _load_processor(auto_class: str, model: str, context: OpenContext) -> Any:
@@ -316,8 +318,7 @@ def _load_processor(auto_class: str, model: str, context: OpenContext) -> Any:
     except ImportError:
         raise MissingPackage("transformers", "transformers") from None
     source = local_or_hub(model, context.base_dir)
-    if isinstance(source, Path):
-        try_tokenizer(source, model)
+    try_tokenizer(source, model)
     try:
         return getattr(transformers, auto_class).from_pretrained(str(source), trust_remote_code=False)
     except Exception as error:  # the libraries raise plain Exception for a corrupt file

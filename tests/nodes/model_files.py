@@ -1,6 +1,8 @@
 """Files broken in every way a test wants, and a payload that shows whether it ran."""
 
+import json
 import os
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,3 +28,11 @@ def broken(data: bytes, truncations: int = 100, flips: range = range(0, 64)) -> 
             changed = bytearray(data)
             changed[place] ^= 1 << (place % 8)
             yield bytes(changed)
+
+
+def write_sparse_weights(path: Path, size_bytes: int) -> None:
+    """Write a safetensors file with one tensor of that size, which takes no room on the disk."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}}).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size_bytes)

@@ -266,7 +266,16 @@ def external(location: str, inner: bool = False) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize(
-    "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "C:\\x", "link/secret.bin"]
+    "location",
+    [
+        "../secret.bin",
+        "/etc/passwd",
+        "a/../../secret.bin",
+        "..\\secret.bin",
+        "C:\\x",
+        "link/secret.bin",
+        "*/_ORT_MEM_ADDR_/*",
+    ],
 )
 def test_external_data_outside_the_models_folder_is_refused(tmp_path: Path, location: str, inner: bool) -> None:
     (tmp_path / "secret.bin").write_bytes(b"\0" * 32)
@@ -298,6 +307,65 @@ def test_external_data_beside_the_model_is_used(tmp_path: Path) -> None:
     (tmp_path / "w.bin").unlink()
     with pytest.raises(ModelError, match="missing"):
         written(tmp_path)
+
+
+HOSTILE_PLACES = {
+    "beyond the end": ([("offset", "8"), ("length", "32")], "ends outside that file of 32 bytes"),
+    "far beyond the end": ([("offset", str(1 << 59)), ("length", "32")], "ends outside"),
+    "longer than the tensor": ([("offset", "0"), ("length", "16")], "takes 32 bytes by its type and shape"),
+    "negative": ([("offset", "-8"), ("length", "32")], "whose offset is '-8'"),
+    "no number": ([("offset", "0x0")], "whose offset is '0x0'"),
+    "long number": ([("length", "9" * 30)], "whose length is '999"),
+    "stated twice": ([("offset", "0"), ("offset", "8")], "two values of 'offset'"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PLACES)
+def test_places_outside_an_external_file_are_refused(tmp_path: Path, name: str) -> None:
+    entries, message = HOSTILE_PLACES[name]
+    (tmp_path / "w.bin").write_bytes(b"\0" * 32)
+    model = external("w.bin")
+    for key, value in entries:
+        model.graph.initializer[0].external_data.add(key=key, value=value)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=message):
+        written(tmp_path)
+
+
+@pytest.mark.parametrize(("second", "refused"), [(0, False), (16, True), (32, False)])
+def test_tensors_in_one_file_share_all_bytes_or_none(tmp_path: Path, second: int, refused: bool) -> None:
+    (tmp_path / "w.bin").write_bytes(b"\0" * 64)
+    model = external("w.bin")
+    model.graph.initializer.append(model.graph.initializer[0])
+    model.graph.initializer[-1].name = "another"
+    model.graph.initializer[-1].external_data.add(key="offset", value=str(second))
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    if refused:
+        with pytest.raises(ModelError, match="overlaps another one"):
+            written(tmp_path)
+    else:
+        assert written(tmp_path)
+
+
+def test_an_external_tensor_of_many_dimensions_is_refused(tmp_path: Path) -> None:
+    model = external("w.bin")
+    (tmp_path / "w.bin").write_bytes(b"\0" * 32)
+    model.graph.initializer[0].dims.extend([1] * 100_000)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match="more than 16 dimensions"):
+        written(tmp_path)
+
+
+def test_a_tensor_that_is_read_often_counts_as_often_in_memory(tmp_path: Path) -> None:
+    with (tmp_path / "w.bin").open("wb") as file:
+        file.truncate(32 << 20)
+    model = external("w.bin")
+    model.graph.initializer[0].dims[0] = 4 << 20
+    for place in range(1000):
+        model.graph.initializer.append(model.graph.initializer[0])
+        model.graph.initializer[-1].name = f"again {place}"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    assert Onnx.model_bytes(OnnxConfig("m.onnx"), StepContext(tmp_path)) > 1000 * (32 << 20)
 
 
 def test_every_truncation_and_flip_is_refused_or_harmless(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ not known here, since it might. Whether the pairs fit a model is for `weftline.e
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weftline.errors import ModelError
-from weftline.nodes.model_file import load_weights
+from weftline.nodes.model_file import check_safetensors, load_weights
+from weftline.nodes.model_limits import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,25 +69,38 @@ class Adapter:
 def read_adapter(folder: Path, shown: str) -> Adapter:
     """Read and validate the adapter in `folder` (`shown` in errors); ModelError if invalid."""
     rank, scale = _read_config(folder / CONFIG_NAME, f"{shown}/{CONFIG_NAME}")
+    path, name = _weights(folder, shown)
+    return Adapter(rank, scale, _pairs(load_weights(path, f"adapter {name}"), rank, name))
+
+
+def check_adapter(folder: Path, shown: str) -> None:
+    """Raise ModelError for an adapter that `read_adapter` would refuse by its config or the header of its weights."""
+    _read_config(folder / CONFIG_NAME, f"{shown}/{CONFIG_NAME}")
+    path, name = _weights(folder, shown)
+    check_safetensors(path, f"adapter {name}")
+
+
+def _weights(folder: Path, shown: str) -> tuple[Path, str]:
+    """Return the weights of an adapter and their name in errors."""
     path, name = folder / WEIGHTS_NAME, f"{shown}/{WEIGHTS_NAME}"
     if not path.is_file():
         raise ModelError(f"adapter {shown} has no {WEIGHTS_NAME}; pickled weights are not loaded")
     size_bytes = path.stat().st_size
     if size_bytes > WEIGHTS_BYTES_MAX:
         raise ModelError(f"adapter {name}: found {size_bytes} bytes, expected at most {WEIGHTS_BYTES_MAX}")
-    return Adapter(rank, scale, _pairs(load_weights(path, f"adapter {name}"), rank, name))
+    return path, name
 
 
 def _read_config(path: Path, shown: str) -> tuple[int, float]:
     """Read the config; return (rank, scale)."""
     try:
-        if path.stat().st_size > CONFIG_BYTES_MAX:
-            raise ModelError(f"adapter {shown} is larger than {CONFIG_BYTES_MAX} bytes")
-        config = json.loads(path.read_bytes())
-    except OSError:
+        config = parse_json(read_bytes(path, CONFIG_BYTES_MAX))
+    except FileNotFoundError:
         raise ModelError(f"adapter {shown}: no such file\n    fix: give the folder that PEFT saved") from None
-    except (ValueError, RecursionError):
-        raise ModelError(f"adapter {shown} is not valid JSON") from None
+    except OSError as error:
+        raise ModelError(f"adapter {shown} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"adapter {shown} {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"adapter {shown} is no JSON object")
     _check_meaning(config, shown)

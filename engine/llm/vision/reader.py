@@ -331,8 +331,8 @@ def _check_placeholder(tokens: Tokens, placeholder: int, vocabulary: int, kind: 
 
 def _use_template_of_processor(tokens: Tokens, shown: str, base_dir: Path) -> None:
     """Use chat_template.json where there is no chat_template.jinja: older files keep the processor's template there."""
-    folder = fetch_folder(shown, base_dir, ("chat_template.json", "chat_template.jinja"))
-    if folder is None or (folder / "chat_template.jinja").is_file():
+    folder = fetch_folder(shown, base_dir)
+    if (folder / "chat_template.jinja").is_file():
         return
     found = read_json(folder / "chat_template.json", f"{shown}/chat_template.json")
     if isinstance(found, dict) and isinstance(found.get("chat_template"), str):
