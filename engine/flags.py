@@ -6,6 +6,7 @@ the metadata of its type makes it an option too; `weftline.cli.options` derives 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -15,8 +16,10 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 class Flag:
     """Option that sets a field. One option sets all fields that have its name.
 
-    name:    as typed, such as `--http-port`; without dashes it is an argument, such as `FILE`.
+    name:    as typed, such as `--http-port`; without dashes it is an argument, such as `FILE`. The option of a field
+             that is True by default, such as `--no-cache`, makes it False.
     metavar: its value in the help.
+    about:   a sentence for the help, for types that several classes share; '' for the docstring of the field.
     short:   a one-letter name, such as `-o`.
     parse:   function from the text, or from the texts of a repeatable option, to the value. The arguments of its
              ValueError are one sentence per mistake. None: the type of the field decides.
@@ -25,6 +28,7 @@ class Flag:
     name: str
     metavar: str | None = None
     short: str | None = None
+    about: str = ""
     parse: Callable[[Any], Any] | None = None
 
 
@@ -32,6 +36,7 @@ class FlagField(NamedTuple):
     """Field with a flag.
 
     key:      dotted path from the outermost class.
+    owner:    the class that has the field and its docstring.
     optional: True inside a dataclass that is None by default.
     """
 
@@ -54,7 +59,8 @@ def flag_fields(kind: type[Any], prefix: str = "", optional: bool = False) -> It
         hint, key = hints[one.name], prefix + one.name
         flag = next((mark for mark in marks(hint) if isinstance(mark, Flag)), None)
         if flag is not None:
-            yield FlagField(key, flag, one, hint, kind, optional)
+            owner = next(base for base in kind.__mro__ if one.name in inspect.get_annotations(base))
+            yield FlagField(key, flag, one, hint, owner, optional)
             continue
         for inner in plain_types(hint):
             if isinstance(inner, type) and is_dataclass(inner):

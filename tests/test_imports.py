@@ -28,7 +28,10 @@ PURE = [
         for path in sorted((ROOT / "engine" / room).glob("*.py"))
     ),
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "trace")),
-    *(f"engine/{name}.py" for name in ("protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")),
+    *(
+        f"engine/{name}.py"
+        for name in ("flags", "protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")
+    ),
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/llm/vision/{name}.py" for name in ("families", "features", "positions", "prompt")),
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),

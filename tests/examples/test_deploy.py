@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from weftline.cli.command import from_given
 from weftline.cli.main import command
-from weftline.cli.options import from_given
 from weftline.cli.serve import ServeFlags
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
@@ -115,7 +115,7 @@ def test_the_clusters_configuration_is_one_and_guarded() -> None:
     assert config.http is not None
     assert ports == {"grpc": config.grpc.port, "http": config.http.port}
     mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
-    assert options(container["args"])["files"] == ["/etc/weftline/serve.yaml"]
+    assert options(container["args"])["file"] == ["/etc/weftline/serve.yaml"]
     for file in (config.tls.certificate, config.tokens, config.pipelines["classifier"].file):
         assert file is not None
         assert [mount for mount in mounts if mount in file.parents], file

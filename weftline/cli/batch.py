@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weftline.cli.batch_options import BatchOptions, Via
 from weftline.cli.exit import EXIT_INTERRUPTED
-from weftline.cli.options import Cluster
 from weftline.cli.progress import loading_shown
+from weftline.cli.remote import Cluster
 from weftline.cli.show import printable
 from weftline.engine.jobs.progress import JobResult, Progress, StepTally
-from weftline.engine.jobs.runners.factory import RunnerFactory, local_runner_factory
 from weftline.engine.jobs.spec import JobSpec
 from weftline.errors import InputError, MissingPackage, StepError, TooManyErrors
 from weftline.pipelines.check.problems import did_you_mean, listed
-from weftline.pipelines.spec.loader import load_file
 
 if TYPE_CHECKING:
     from weftline.engine.jobs.rows import JobRunner
+    from weftline.engine.jobs.runners.factory import RunnerFactory
     from weftline.engine.runtime.opening import Progress as Loading
 
 
@@ -164,10 +163,14 @@ def runner_factory(options: BatchOptions) -> RunnerFactory:
         return _on_server(spec, options.server)
     if options.cluster.engine == "ray":
         return _on_ray(spec, options.cluster)
+    from weftline.engine.jobs.runners.factory import local_runner_factory
+
     return local_runner_factory(spec.pipeline, outputs=spec.out.outputs, seed=spec.seed, block_rows=spec.block_rows)
 
 
 def _check_outputs(spec: JobSpec) -> None:
+    from weftline.pipelines.spec.loader import load_file
+
     known = list(load_file(spec.pipeline).outputs)
     for name in spec.out.outputs or ():
         if name not in known:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
-import typer
-
-from weftline.cli.options import Cluster, Verbose, needing, unexpected
-from weftline.cli.remote import Remote
+from weftline.cli.command import needing, unexpected
+from weftline.cli.options import Verbose
+from weftline.cli.remote import Cluster, Remote
+from weftline.engine.flags import Flag
 from weftline.engine.jobs.spec import JobSpec
 
 ONE_FILE = (".parquet", ".jsonl", ".arrow", ".feather")
@@ -20,13 +20,11 @@ ONE_FILE = (".parquet", ".jsonl", ".arrow", ".feather")
 class Via(Remote):
     """A running server that runs the rows. url: '' for none."""
 
-    url: Annotated[
-        str, typer.Option("--via", metavar="HOST:PORT", help="Run the rows on this server, and load no model here.")
-    ] = ""
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of the model on the server; the pipeline's name by default."),
-    ] = None
+    url: Annotated[str, Flag("--via", "HOST:PORT")] = ""
+    """Run the rows on this server, and load no model here."""
+
+    model: Annotated[str | None, Flag("--model", "NAME")] = None
+    """Name of the model on the server; the pipeline's name by default."""
 
     def mistakes(self) -> Iterator[str]:
         """Yield the options that need a server."""
@@ -36,25 +34,27 @@ class Via(Remote):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """Options of `weftline batch`.
-
-    extra:  arguments beyond FILE.
-    report: path of the report; None: the default one.
-    """
+    """Options of `weftline batch`. extra: arguments beyond FILE."""
 
     job: JobSpec
     extra: tuple[str, ...] = ()
     server: Via = field(default_factory=Via)
     cluster: Cluster = field(default_factory=Cluster)
-    dry_run: Annotated[bool, typer.Option(help="Show the plan, the columns and three results; write nothing.")] = False
-    report: Annotated[
-        str | None, typer.Option(metavar="FILE.html", help="Path of the report; OUTPUT/_report.html by default.")
-    ] = None
-    no_report: Annotated[bool, typer.Option(help="Write no report.")] = False
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the job's statistics as one JSON object on standard output.")
-    ] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only: no progress and no summary.")] = False
+    dry_run: Annotated[bool, Flag("--dry-run")] = False
+    """Show the plan, the columns and three results; write nothing."""
+
+    report: Annotated[str | None, Flag("--report", "FILE.html")] = None
+    """Path of the report; OUTPUT/_report.html by default."""
+
+    no_report: Annotated[bool, Flag("--no-report")] = False
+    """Write no report."""
+
+    as_json: Annotated[bool, Flag("--json")] = False
+    """Print the job's statistics as one JSON object on standard output."""
+
+    quiet: Annotated[bool, Flag("--quiet", short="-q")] = False
+    """Print errors only: no progress and no summary."""
+
     verbose: Verbose = False
 
     @property

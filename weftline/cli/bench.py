@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import numpy as np
-import typer
+from msgspec import Meta
 
 import weftline
 from weftline import errors
@@ -30,6 +30,7 @@ from weftline.engine.bench.report import Report, hints
 from weftline.engine.bench.sample_inputs import sample_input, sample_text
 from weftline.engine.bench.trace import REQUESTS_MAX as TRACED_MAX
 from weftline.engine.bench.trace import trace
+from weftline.engine.flags import Flag
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.errors import InputError, WeftlineError
@@ -48,44 +49,46 @@ class BenchOptions:
     """Options of `weftline bench`."""
 
     file: PipelineFile
-    inputs: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="NAME=VALUE",
-            help="One input of every request, as for run; the others are generated.",
-        ),
-    ] = ()
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="ROWS", help="JSONL file, one request's inputs by name in each line; lines are used in turn."
-        ),
-    ] = None
+    inputs: Annotated[tuple[str, ...], Flag("--input", "NAME=VALUE", short="-i")] = ()
+    """One input of every request, as for run; the others are generated."""
+
+    data: Annotated[Path | None, Flag("--data", "ROWS")] = None
+    """JSONL file, one request's inputs by name in each line; lines are used in turn."""
+
     outputs: Outputs = ()
-    closed: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Number of callers that each wait for their answer; 8 by default."),
-    ] = None
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Open load instead of callers: arrivals a second.")] = (
-        None
-    )
-    bursty: Annotated[bool, typer.Option(help="With --rate: bursts of four times the rate.")] = False
-    duration_s: Annotated[float, typer.Option(min=0.1, max=86_400.0, help="Measured time, in seconds.")] = 10.0
-    warm_up_s: Annotated[float, typer.Option(min=0.0, max=3600.0, help="Warm-up before it, in seconds.")] = 1.0
-    requests: Annotated[int, typer.Option(min=1, max=REQUESTS_MAX, help="Largest number of measured requests.")] = (
-        REQUESTS_MAX
-    )
-    deadline_ms: Annotated[float | None, typer.Option(min=0.0, help="Deadline of every request, in milliseconds.")] = (
-        None
-    )
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Priority of every request.")] = 0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of arrival times and of generated inputs.")] = 0
-    trace: Annotated[Path | None, typer.Option(metavar="OUT", help="Write a trace that opens at ui.perfetto.dev.")] = (
-        None
-    )
-    json: Annotated[Path | None, typer.Option(metavar="OUT", help="Write all figures as json.")] = None
+    closed: Annotated[int | None, Meta(ge=1, le=1024), Flag("--closed")] = None
+    """Number of callers that each wait for their answer; 8 by default."""
+
+    rate: Annotated[float | None, Meta(ge=0.001), Flag("--rate")] = None
+    """Open load instead of callers: arrivals a second."""
+
+    bursty: Annotated[bool, Flag("--bursty")] = False
+    """With --rate: bursts of four times the rate."""
+
+    duration_s: Annotated[float, Meta(ge=0.1, le=86_400.0), Flag("--duration-s")] = 10.0
+    """Measured time, in seconds."""
+
+    warm_up_s: Annotated[float, Meta(ge=0.0, le=3600.0), Flag("--warm-up-s")] = 1.0
+    """Warm-up before it, in seconds."""
+
+    requests: Annotated[int, Meta(ge=1, le=REQUESTS_MAX), Flag("--requests")] = REQUESTS_MAX
+    """Largest number of measured requests."""
+
+    deadline_ms: Annotated[float | None, Meta(ge=0.0), Flag("--deadline-ms")] = None
+    """Deadline of every request, in milliseconds."""
+
+    priority: Annotated[int, Meta(ge=-100, le=100), Flag("--priority")] = 0
+    """Priority of every request."""
+
+    seed: Annotated[int, Meta(ge=0), Flag("--seed")] = 0
+    """Seed of arrival times and of generated inputs."""
+
+    trace: Annotated[Path | None, Flag("--trace", "OUT")] = None
+    """Write a trace that opens at ui.perfetto.dev."""
+
+    json: Annotated[Path | None, Flag("--json", "OUT")] = None
+    """Write all figures as json."""
+
     quiet: Quiet = False
     verbose: Verbose = False
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-import typer
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -33,6 +32,7 @@ from weftline.cli.chat_step import ChatStep, chat_step
 from weftline.cli.options import PipelineFile, Quiet, Verbose
 from weftline.cli.progress import loading_shown
 from weftline.cli.show import printable
+from weftline.engine.flags import Flag
 from weftline.engine.result import OutputStream
 from weftline.engine.session import load as load_pipeline
 from weftline.errors import InputError, SessionClosed, WeftlineError, traceback_of
@@ -75,21 +75,21 @@ class ChatOptions:
     """Options of `weftline chat`."""
 
     file: PipelineFile
-    step: Annotated[str, typer.Option(metavar="NAME", help="Name of the llm step, when there are several.")] = ""
-    once: Annotated[
-        str | None,
-        typer.Option(metavar="QUESTION", help="Answer this question and exit, without reading standard input."),
-    ] = None
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message, instead of the step's own.")] = (
-        None
-    )
-    sampling: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a sampling option, such as temperature=0.7; repeatable."
-        ),
-    ] = ()
-    load: Annotated[Path | None, typer.Option(metavar="SAVED", help="Continue a saved conversation.")] = None
+    step: Annotated[str, Flag("--step", "NAME")] = ""
+    """Name of the llm step, when there are several."""
+
+    once: Annotated[str | None, Flag("--once", "QUESTION")] = None
+    """Answer this question and exit, without reading standard input."""
+
+    system: Annotated[str | None, Flag("--system", "TEXT")] = None
+    """System message, instead of the step's own."""
+
+    sampling: Annotated[tuple[str, ...], Flag("--set", "KEY=VALUE")] = ()
+    """Change a sampling option, such as temperature=0.7; repeatable."""
+
+    load: Annotated[Path | None, Flag("--load", "SAVED")] = None
+    """Continue a saved conversation."""
+
     quiet: Quiet = False
     verbose: Verbose = False
 

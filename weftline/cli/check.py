@@ -11,6 +11,7 @@ import typer
 
 from weftline.cli.options import Gpus, NoImport, PipelineFiles
 from weftline.cli.plan import counted, machine_of
+from weftline.engine.flags import Flag
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.user_code import without_imports
 from weftline.pipelines.check.checker import examine, remarks
@@ -27,7 +28,9 @@ class CheckOptions:
     """Options of `weftline check`."""
 
     files: PipelineFiles
-    file_only: Annotated[bool, typer.Option(help="Do not check whether the pipeline fits this machine.")] = False
+    file_only: Annotated[bool, Flag("--file-only")] = False
+    """Do not check whether the pipeline fits this machine."""
+
     gpus: Gpus = None
     no_import: NoImport = False
 

@@ -23,7 +23,9 @@ class FetchOptions:
     """Options of `weftline fetch`."""
 
     files: PipelineFiles
-    update: Annotated[bool, typer.Option(help="Pin what the stores have now, instead of what is pinned.")] = False
+    update: Annotated[bool, Flag("--update")] = False
+    """Pin what the stores have now, instead of what is pinned."""
+
     storage: Annotated[
         Mapping[str, str],
         Flag("--storage", "KEY=VALUE", parse=pairs("KEY=VALUE")),

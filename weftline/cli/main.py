@@ -17,7 +17,6 @@ import typer
 from typer.core import TyperGroup
 
 from weftline.cli.exit import exit_codes, open_closed_streams, run_command
-from weftline.cli.options import Verbose, as_command, takes_extra
 
 COMMANDS = {
     "check": ("weftline.cli.check:check", "List every problem of pipeline files."),
@@ -41,6 +40,8 @@ COMMANDS = {
 
 def command(name: str) -> Any:
     """Import a command and return it with its options, as a click command."""
+    from weftline.cli.command import as_command, takes_extra
+
     home, about = COMMANDS[name]
     module, _, name_there = home.partition(":")
     run = getattr(import_module(module), name_there)
@@ -87,7 +88,9 @@ def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    verbose: Verbose = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show INFO records of steps, and tracebacks of unexpected errors.")
+    ] = False,
 ) -> None:
     """Check, plan, run, measure and serve pipelines of models."""
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from weftline.engine.flags import Flag
 from weftline.errors import ModelError
 from weftline.nodes.catalog import CATALOG, FAKES, dotted, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
@@ -26,8 +27,11 @@ TEXT_COLUMNS = 100
 class NodesOptions:
     """Options of `weftline nodes`."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Show the ports and options of this node.")] = ""
-    as_json: Annotated[bool, typer.Option("--json", help="Print json.")] = False
+    name: Annotated[str, Flag("NAME")] = ""
+    """Show the ports and options of this node."""
+
+    as_json: Annotated[bool, Flag("--json")] = False
+    """Print json."""
 
 
 def nodes(options: NodesOptions) -> None:

@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
+from msgspec import Meta
 
 from weftline.cli.options import Gpus, NoImport, OutputFile, PipelineFile, write_text
+from weftline.engine.flags import Flag
 from weftline.engine.machine import this_machine
 from weftline.nodes.user_code import without_imports
 from weftline.pipelines.placement.machine import Machine, made_up_gpus
@@ -25,10 +26,16 @@ class PlanOptions:
     """Options of `weftline plan`."""
 
     file: PipelineFile
-    mermaid: Annotated[bool, typer.Option(help="Print a Mermaid flowchart.")] = False
-    svg: Annotated[bool, typer.Option(help="Print an SVG picture.")] = False
+    mermaid: Annotated[bool, Flag("--mermaid")] = False
+    """Print a Mermaid flowchart."""
+
+    svg: Annotated[bool, Flag("--svg")] = False
+    """Print an SVG picture."""
+
     output: OutputFile = None
-    cores: Annotated[int | None, typer.Option(min=1, help="Plan for a machine with this number of cores.")] = None
+    cores: Annotated[int | None, Meta(ge=1), Flag("--cores")] = None
+    """Plan for a machine with this number of cores."""
+
     gpus: Gpus = None
     no_import: NoImport = False
 

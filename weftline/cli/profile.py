@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import typer
+from msgspec import Meta
 
 from weftline.cli.bench import machine_text
 from weftline.cli.options import PipelineFile, Verbose
 from weftline.cli.plan import counted
 from weftline.cli.progress import loading_shown
 from weftline.engine.bench.step_alone import StepAlone, opened, sizes
+from weftline.engine.flags import Flag
 from weftline.engine.machine import this_machine
 from weftline.errors import InputError, ModelError, PipelineError, WeftlineError
 from weftline.pipelines.check.problems import did_you_mean
@@ -52,15 +53,18 @@ class ProfileOptions:
     """Options of `weftline profile`."""
 
     file: PipelineFile
-    steps: Annotated[
-        tuple[str, ...],
-        typer.Option(metavar="NAME", help="Measure only this step; repeatable. Other steps keep their figures."),
-    ] = ()
-    out: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write here instead of NAME.profile.json beside the pipeline.")
-    ] = None
-    seconds: Annotated[float, typer.Option(min=0.1, max=3600.0, help="Time to measure each step, in seconds.")] = 5.0
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the generated inputs.")] = 0
+    steps: Annotated[tuple[str, ...], Flag("--steps", "NAME")] = ()
+    """Measure only this step; repeatable. Other steps keep their figures."""
+
+    out: Annotated[Path | None, Flag("--out", "OUT")] = None
+    """Write here instead of NAME.profile.json beside the pipeline."""
+
+    seconds: Annotated[float, Meta(ge=0.1, le=3600.0), Flag("--seconds")] = 5.0
+    """Time to measure each step, in seconds."""
+
+    seed: Annotated[int, Meta(ge=0), Flag("--seed")] = 0
+    """Seed of the generated inputs."""
+
     verbose: Verbose = False
 
 

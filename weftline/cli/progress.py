@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from weftline.cli.show import printable
-from weftline.engine.runtime.opening import Progress
+
+if TYPE_CHECKING:
+    from weftline.engine.runtime.opening import Progress
 
 
 @contextmanager

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import msgspec
-import typer
+from msgspec import Meta
 
+from weftline.cli.command import needing
 from weftline.cli.show import printable
+from weftline.engine.flags import Flag
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,21 +42,26 @@ class Remote:
     token_file: file with the token alone; command lines are visible to other users of the machine.
     """
 
-    url: Annotated[str, typer.Option(metavar="ADDRESS", help="gRPC address of the server, or unix:PATH.")] = (
-        "localhost:8001"
-    )
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File that contains the token and nothing else.")
-    ] = None
-    tls: Annotated[bool, typer.Option(help="Connect with TLS and this machine's certificate authorities.")] = False
-    ca: Annotated[Path | None, typer.Option(metavar="PEM", help="Connect with TLS and this certificate authority.")] = (
-        None
-    )
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Client certificate, for servers that require one.")
-    ] = None
-    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Private key of the client certificate.")] = None
-    insecure: Annotated[bool, typer.Option(help="Send the token to another machine without TLS.")] = False
+    url: Annotated[str, Flag("--url", "ADDRESS")] = "localhost:8001"
+    """gRPC address of the server, or unix:PATH."""
+
+    token_file: Annotated[Path | None, Flag("--token-file", "FILE")] = None
+    """File that contains the token and nothing else."""
+
+    tls: Annotated[bool, Flag("--tls")] = False
+    """Connect with TLS and this machine's certificate authorities."""
+
+    ca: Annotated[Path | None, Flag("--ca", "PEM")] = None
+    """Connect with TLS and this certificate authority."""
+
+    tls_cert: Annotated[Path | None, Flag("--tls-cert", "PEM")] = None
+    """Client certificate, for servers that require one."""
+
+    tls_key: Annotated[Path | None, Flag("--tls-key", "PEM")] = None
+    """Private key of the client certificate."""
+
+    insecure: Annotated[bool, Flag("--insecure")] = False
+    """Send the token to another machine without TLS."""
 
     def open(self) -> Client:
         """Return a client; InputError for options that exclude each other."""
@@ -72,20 +79,47 @@ class Remote:
         return _read_token(self.token_file) if self.token_file is not None else None, tls
 
 
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Engine of commands that run on this machine or on a Ray cluster."""
+
+    engine: Annotated[Literal["local", "ray"], Flag("--engine")] = "local"
+    """Run on this machine, or on a Ray cluster."""
+
+    replicas: Annotated[int | None, Meta(ge=1, le=10_000), Flag("--replicas")] = None
+    """Ray: copies of all the pipelines; 1 by default."""
+
+    gpus_per_replica: Annotated[float | None, Meta(ge=0.0), Flag("--gpus-per-replica")] = None
+    """Ray: GPUs of each copy; 0 by default."""
+
+    address: Annotated[str | None, Flag("--address", "ADDRESS")] = None
+    """Ray: address of the cluster; by default a local one is started."""
+
+    def mistakes(self) -> Iterator[str]:
+        """Yield the options that need the other engine."""
+        if self.engine != "ray":
+            yield from needing(self, "--engine ray")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusOptions:
     """Options of `weftline status`."""
 
     server: Remote
-    as_json: Annotated[bool, typer.Option("--json", help="Print one json object.")] = False
-    watch: Annotated[bool, typer.Option(help="Repeat every two seconds, until Ctrl-C.")] = False
+    as_json: Annotated[bool, Flag("--json")] = False
+    """Print one json object."""
+
+    watch: Annotated[bool, Flag("--watch")] = False
+    """Repeat every two seconds, until Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """Options of `weftline load` and `unload`."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Pipeline of the server's configuration.")]
+    name: Annotated[str, Flag("NAME")]
+    """Pipeline of the server's configuration."""
+
     server: Remote
 
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
-import typer
+from msgspec import Meta
 
+from weftline.cli.command import unexpected
 from weftline.cli.inputs import STDIN, read_inputs
-from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose, unexpected
+from weftline.cli.options import Outputs, PipelineFile, Quiet, Verbose
 from weftline.cli.progress import loading_shown
 from weftline.cli.save import element_name, make_folder, save_outputs
 from weftline.cli.show import as_json, as_text, printable
+from weftline.engine.flags import Flag
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
 from weftline.engine.scheduler.request import StepTiming
@@ -31,36 +33,27 @@ class RunOptions:
 
     file: PipelineFile
     extra: tuple[str, ...] = ()
-    inputs: Annotated[
-        tuple[str, ...],
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="NAME=VALUE",
-            help="One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read "
-            "as json where the input is json or a tensor. Double the leading @ of a text: @@.",
-        ),
-    ] = ()
+    inputs: Annotated[tuple[str, ...], Flag("--input", "NAME=VALUE", short="-i")] = ()
+    """One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read as json where
+    the input is json or a tensor. Double the leading @ of a text: @@."""
+
     outputs: Outputs = ()
-    as_json: Annotated[bool, typer.Option("--json", help="Print one json object, outputs by name.")] = False
-    stream: Annotated[bool, typer.Option(help="Print outputs in chunks, as they arrive.")] = False
-    deadline_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Fail when the answer takes longer, in milliseconds.")
-    ] = None
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Write pictures, sound, tensors and bytes to this folder, detections as pictures."
-        ),
-    ] = None
-    debug: Annotated[
-        str,
-        typer.Option(
-            metavar="STEP",
-            help="Run this step in the command's own process, without time limits, so that breakpoint() in its code "
-            "uses this terminal.",
-        ),
-    ] = ""
+    as_json: Annotated[bool, Flag("--json")] = False
+    """Print one json object, outputs by name."""
+
+    stream: Annotated[bool, Flag("--stream")] = False
+    """Print outputs in chunks, as they arrive."""
+
+    deadline_ms: Annotated[float | None, Meta(ge=0.0), Flag("--deadline-ms")] = None
+    """Fail when the answer takes longer, in milliseconds."""
+
+    save: Annotated[Path | None, Flag("--save", "DIR")] = None
+    """Write pictures, sound, tensors and bytes to this folder, detections as pictures."""
+
+    debug: Annotated[str, Flag("--debug", "STEP")] = ""
+    """Run this step in the command's own process, without time limits, so that breakpoint() in its code uses this
+    terminal."""
+
     quiet: Quiet = False
     verbose: Verbose = False
 

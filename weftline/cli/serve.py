@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
+from msgspec import Meta
 
-from weftline.cli.options import Cluster, Verbose
+from weftline.cli.options import Verbose
 from weftline.cli.progress import loading_shown
+from weftline.cli.remote import Cluster
+from weftline.engine.flags import Flag
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.config import ServeConfig
 from weftline.engine.serving.malloc import keep_freed_memory
@@ -38,19 +40,20 @@ class ServeFlags:
     keys: values of options that are keys of serve files too, by key.
     """
 
-    files: Annotated[
-        tuple[str, ...], typer.Argument(metavar="FILE", help="Pipeline files, or one serve file with `pipelines:`.")
-    ] = ()
-    config: Annotated[str | None, typer.Option(metavar="FILE", help="Serve file; other options override it.")] = None
+    files: Annotated[tuple[str, ...], Flag("FILE")] = ()
+    """Pipeline files, or one serve file with `pipelines:`."""
+
+    config: Annotated[str | None, Flag("--config", "FILE")] = None
+    """Serve file; other options override it."""
+
     keys: Annotated[Mapping[str, Any], ServeConfig] = field(default_factory=dict)
-    expose: Annotated[
-        tuple[str, ...],
-        typer.Option(metavar="STEP", help="Serve a step as a model too, as STEP or PIPELINE.STEP; repeatable."),
-    ] = ()
+    expose: Annotated[tuple[str, ...], Flag("--expose", "STEP")] = ()
+    """Serve a step as a model too, as STEP or PIPELINE.STEP; repeatable."""
+
     cluster: Cluster = field(default_factory=Cluster)
-    print_config: Annotated[bool, typer.Option(help="Check everything, print the resulting serve file, and exit.")] = (
-        False
-    )
+    print_config: Annotated[bool, Flag("--print-config")] = False
+    """Check everything, print the resulting serve file, and exit."""
+
     verbose: Verbose = False
 
     def assemble(self, machine: Machine | None = None) -> ServeConfig:
@@ -81,15 +84,26 @@ def serve(options: ServeFlags) -> int:
 class TokenOptions:
     """Options of `weftline token`. models: () for all."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client in logs and metrics.")]
-    models: Annotated[
-        tuple[str, ...], typer.Option("--model", metavar="NAME", help="Restrict the token to this model; repeatable.")
-    ] = ()
-    admin: Annotated[bool, typer.Option(help="Permit loading, unloading and changes of settings.")] = False
-    memory: Annotated[bool, typer.Option(help="Permit registration of shared memory.")] = False
-    metrics: Annotated[bool, typer.Option(help="Permit reading /metrics.")] = False
-    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Rate limit, in requests a second.")] = None
-    burst: Annotated[int | None, typer.Option(min=1, help="Largest burst of requests after a pause.")] = None
+    name: Annotated[str, Flag("NAME")]
+    """Name of the client in logs and metrics."""
+
+    models: Annotated[tuple[str, ...], Flag("--model", "NAME")] = ()
+    """Restrict the token to this model; repeatable."""
+
+    admin: Annotated[bool, Flag("--admin")] = False
+    """Permit loading, unloading and changes of settings."""
+
+    memory: Annotated[bool, Flag("--memory")] = False
+    """Permit registration of shared memory."""
+
+    metrics: Annotated[bool, Flag("--metrics")] = False
+    """Permit reading /metrics."""
+
+    requests_per_s: Annotated[float | None, Meta(ge=0.001), Flag("--requests-per-s")] = None
+    """Rate limit, in requests a second."""
+
+    burst: Annotated[int | None, Meta(ge=1), Flag("--burst")] = None
+    """Largest burst of requests after a pause."""
 
 
 def token(options: TokenOptions) -> None:

@@ -23,7 +23,7 @@ from tests.weftline.batch_files import SHOUT, flipper, lines, results, shouter, 
 from weftline.cli.batch import ASKED, Interrupts, as_json, has_resume_notes, resume_hint, runner_factory, write_report
 from weftline.cli.batch_options import BatchOptions, Via
 from weftline.cli.main import main
-from weftline.cli.options import Cluster
+from weftline.cli.remote import Cluster
 from weftline.engine.jobs.progress import ErrorKind, JobResult, Tally
 from weftline.engine.jobs.ray import runner as factory
 from weftline.engine.jobs.spec import DataSpec, JobSpec, OutSpec

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weftline.cli.batch_options import BatchOptions, Via
-from weftline.cli.options import Cluster, from_given
+from weftline.cli.command import from_given
+from weftline.cli.remote import Cluster
 from weftline.engine.jobs.spec import DataSpec, ErrorsMax, JobSpec, OutSpec
 
 LEAST = {"file": Path("p.yaml"), "data": ["rows.jsonl"], "out": "results"}
@@ -45,7 +46,7 @@ def test_every_option_reaches_the_job() -> None:
     out = OutSpec("results", "jsonl", ("answer",), ("key", "text"), "inline", 50, anon)
     assert options.job == JobSpec(Path("p.yaml"), data, out, ErrorsMax(rows=7), True, False, 3, 5)
     assert (options.dry_run, options.quiet, options.as_json) == (True, True, False)
-    assert meant(retry_errors=True, as_json=True).job.retry_errors
+    assert meant(retry_errors=True, json=True).job.retry_errors
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_keep_none_and_all_are_words() -> None:
 def test_all_mistakes_come_at_once() -> None:
     said = wrong(
         data=["-", "-"], out=None, extra=["b.parquet"], shard="3/2", map=["x", "y=1", "y=2"], errors_max="few",
-        storage=["k"], restart=True, retry_errors=True, report="r.parquet", no_report=True, as_json=True,
-        dry_run=True, url="h:1", engine="ray", keep=["all", "x"],
+        storage=["k"], restart=True, retry_errors=True, report="r.parquet", no_report=True, json=True,
+        dry_run=True, via="h:1", engine="ray", keep=["all", "x"],
     )  # fmt: skip
     heads = [line.split(":")[0].split(" ")[0] for line in said]
     assert sorted(heads) == sorted([
@@ -111,7 +112,7 @@ def test_options_of_a_server_need_one() -> None:
         for name in ("--token-file", "--tls", "--ca", "--tls-cert", "--tls-key", "--insecure", "--model")
     ]
     server = Via("h:1", Path("t"), True, Path("c"), model="m")
-    assert meant(url="h:1", model="m", token_file=Path("t"), tls=True, ca=Path("c")).server == server
+    assert meant(via="h:1", model="m", token_file=Path("t"), tls=True, ca=Path("c")).server == server
 
 
 def test_options_of_a_cluster_need_one() -> None:

@@ -227,7 +227,7 @@ def test_help_and_a_typing_error_list_commands_without_importing_them(weft) -> N
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     *shown, imported = ended.stdout.splitlines()
     assert [name for name, (_, about) in COMMANDS.items() if f"  {name:<9}{about}" in shown] == list(COMMANDS)
-    light = ("cli", "cli.exit", "cli.main", "cli.options", "engine", "engine.flags", "errors")
+    light = ("cli", "cli.exit", "cli.main", "errors")
     assert imported.split() == [f"weftline.{name}" for name in light]
     assert "Did you mean 'serve'?" in weft("serv").err
 

@@ -10,7 +10,7 @@ import typer
 from msgspec import Meta
 from typer.testing import CliRunner
 
-from weftline.cli.options import as_command, from_given, needing, options_of
+from weftline.cli.command import as_command, from_given, needing, options_of
 from weftline.engine.flags import Flag, flag_fields, pairs
 
 
@@ -35,7 +35,7 @@ class Config:
     loud: Annotated[bool, Flag("--loud")] = False
     """Be loud."""
 
-    cache: Annotated[bool, Flag("--no-cache")] = True
+    cache: Annotated[bool, Flag("--no-cache", about="Keep nothing.")] = True
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Job:
     path: Annotated[Path, Flag("FILE")]
     """The file."""
 
-    out: Annotated[str, Flag("--out")]
-    maps: Annotated[Mapping[str, str], Flag("--map", parse=pairs("A=B"))] = field(default_factory=dict)
+    out: Annotated[str, Flag("--out", about="The output.")]
+    maps: Annotated[Mapping[str, str], Flag("--map", parse=pairs("A=B"), about="Pairs.")] = field(default_factory=dict)
     rows: Annotated[int | None, Meta(ge=1), Flag("--rows", short="-r")] = None
     """Rows at a time."""
 
-    names: Annotated[tuple[str, ...] | None, Flag("--name")] = None
+    names: Annotated[tuple[str, ...] | None, Flag("--name", about="A name.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ class Options:
 
     job: Job
     keys: Annotated[Mapping[str, Any], Config] = field(default_factory=dict)
-    color: Annotated[Literal["red", "blue"], typer.Option(help="Color.")] = "red"
-    sizes: Annotated[tuple[int, ...], typer.Option("--size", help="Sizes.")] = ()
-    quick_one: Annotated[bool, typer.Option(help="Be quick.")] = False
+    color: Annotated[Literal["red", "blue"], Flag("--color", about="Color.")] = "red"
+    sizes: Annotated[tuple[int, ...], Flag("--size", about="Sizes.")] = ()
+    quick_one: Annotated[bool, Flag("--quick-one", about="Be quick.")] = False
 
     def mistakes(self) -> Iterator[str]:
         """Yield a missing option, and one that excludes another."""
