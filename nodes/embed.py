@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from weftline.errors import InputError
+from weftline.fields import REQUEST
 from weftline.node import (
     Batch,
     BatchNode,
@@ -92,8 +93,8 @@ class EmbedConfig:
     pooling: str | None = None
     normalise: bool | None = None
     dimensions: int | None = None
-    prompt: str | None = None
-    prefix: str | None = None
+    prompt: Annotated[str | None, REQUEST] = None
+    prefix: Annotated[str | None, REQUEST] = None
     precision: str = "float32"
     overflow: str = "error"
 

@@ -12,10 +12,11 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 
+from weftline.fields import REQUEST
 from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, Ports, StepContext, StepError, port
 
 if TYPE_CHECKING:
@@ -52,11 +53,11 @@ class TemplateConfig:
                       uint8[frames, H, W, 3], or the frames in input `videos`, as a list of pictures.
     """
 
-    template: str
-    output_chars_max: int = 100_000
-    render_max_ms: float = 200.0
-    images: bool = False
-    videos: bool = False
+    template: Annotated[str, REQUEST]
+    output_chars_max: Annotated[int, REQUEST] = 100_000
+    render_max_ms: Annotated[float, REQUEST] = 200.0
+    images: Annotated[bool, REQUEST] = False
+    videos: Annotated[bool, REQUEST] = False
 
 
 class Template(BatchNode):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from weftline.errors import InputError
+from weftline.fields import REQUEST
 from weftline.node import (
     AUDIO_HZ,
     Batch,
@@ -85,8 +86,8 @@ class WhisperConfig:
     """
 
     model: str
-    language: str = "auto"
-    task: str = "transcribe"
+    language: Annotated[str, REQUEST] = "auto"
+    task: Annotated[str, REQUEST] = "transcribe"
     prompt: str = ""
     beams: int = 1
     tokens_max: int | None = None

@@ -9,7 +9,7 @@ from weftline.engine.llm.answer_syntax import TOOL_FORMATS
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.schedule import RoundLimits
 from weftline.errors import InputError
-from weftline.fields import RESOURCE
+from weftline.fields import REQUEST, RESOURCE
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_store import is_url
 from weftline.shm.device.names import torch_device
@@ -43,16 +43,16 @@ class LlmConfig:
     """Folder of a transformers model (config.json, *.safetensors, tokenizer), its name on the hub, or a GGUF file."""
     task: str = "generate"
     """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
-    system: str = ""
+    system: Annotated[str, REQUEST] = ""
     """System message before every `prompt`; needs a model with a chat template."""
-    prefix: str = ""
+    prefix: Annotated[str, REQUEST] = ""
     """Fixed beginning of every prompt; its pages are kept longest. A step with `prompt:` sets it itself."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Annotated[SamplingParams, REQUEST] = field(default_factory=SamplingParams)
     """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
-    tool_format: str = "auto"
+    tool_format: Annotated[str, REQUEST] = "auto"
     """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, qwen3_coder, or none (calls
     stay in `text`)."""
-    reasoning: str = "auto"
+    reasoning: Annotated[str, REQUEST] = "auto"
     """Separation of reasoning: auto (text between `<think>` and `</think>` is the output `reasoning`, if the chat
     template has these marks) or none (it stays in `text`)."""
     pooling: str = "last"

@@ -19,7 +19,7 @@ import msgspec
 import msgspec.inspect as types
 
 from weftline.errors import PipelineError, Problem
-from weftline.fields import plain
+from weftline.fields import LOAD, FieldClass, classes, plain
 from weftline.nodes.contract import Node
 
 _ALIKE = (
@@ -61,6 +61,25 @@ def to_config(node: type[Node], options: Mapping[str, Any]) -> Any:
 def to_options(config: Any) -> dict[str, Any]:
     """Return a Config as plain values, every field included: the input of `to_config`."""
     return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def option_classes(node: type[Node]) -> dict[str, FieldClass]:
+    """Return the class of each option; one without a marker is LOAD, since it may change what is loaded."""
+    return {name: found or LOAD for name, found in classes(node.Config).items()}
+
+
+def load_options(node: type[Node], config: Any) -> dict[str, Any]:
+    """Return the options that are part of what a worker loads, as plain values."""
+    return _of_part("load", node, config)
+
+
+def request_options(node: type[Node], config: Any) -> dict[str, Any]:
+    """Return the options that apply to single items, as plain values; the others are `load_options`."""
+    return _of_part("request", node, config)
+
+
+def _of_part(part: str, node: type[Node], config: Any) -> dict[str, Any]:
+    return {name: plain(getattr(config, name)) for name, of in option_classes(node).items() if of.part == part}
 
 
 @cache

@@ -16,7 +16,7 @@ from weftline.nodes.catalog import CATALOG, FAKES, engines_of, resolve
 from weftline.nodes.contract import BatchNode, Node, StepContext, StreamNode
 from weftline.nodes.control import Control
 from weftline.nodes.ports import KINDS, Port, Ports
-from weftline.pipelines.check.options import to_config
+from weftline.pipelines.check.options import option_classes, to_config
 from weftline.pipelines.render.field_docs import summary
 from weftline.pipelines.spec.condition import ALLOWED, CHARS_MAX
 from weftline.pipelines.spec.document import DEPTH_MAX, EVENTS_MAX, TEXT_BYTES_MAX
@@ -227,7 +227,8 @@ A step names one of these as its `node`; options are written beside the step's o
 [the reference of pipeline files](yaml.md) lists. `weftline nodes NAME` prints the same for one node, and for a node of
 your own. *Heavy* nodes divide the machine's cores among their processes, and `device: auto` puts them on the first GPU
 where there is one; the others have one thread on the CPU. Nodes that *remember* keep something between the requests of
-a sequence; a worker's death takes it along. A model has a licence of its own besides the one named here.
+a sequence; a worker's death takes it along. A model has a licence of its own besides the one named here. Options are
+part of what a worker loads, except for those that *apply to single items*.
 
 """
 
@@ -255,8 +256,18 @@ def _section(name: str, node: type[Node], path: str) -> str:
     traits = [f"`{path}`", f"extra: {_extra(node)}", *_traits(node)]
     parts = [f"## {name}", summary(node), "; ".join(traits) + "."]
     parts += [LICENCES[name]] if name in LICENCES else []
-    parts += [PORTS_FROM[name] if name in PORTS_FROM else _ports(name, node), written.rstrip()]
+    parts += [PORTS_FROM[name] if name in PORTS_FROM else _ports(name, node), written.rstrip(), *_classes(node)]
     return "\n\n".join(parts)
+
+
+def _classes(node: type[Node]) -> list[str]:
+    """Return a paragraph on the options whose class is not LOAD; none without any."""
+    found = option_classes(node)
+    request = [f"`{name}`" for name, of in found.items() if of.part == "request"]
+    unseen = [f"`{name}`" for name, of in found.items() if not of.results]
+    lines = [f"Apply to single items: {', '.join(request)}."] if request else []
+    lines += [f"Without effect on results: {', '.join(unseen)}."] if unseen else []
+    return [" ".join(lines)] if lines else []
 
 
 def _traits(node: type[Node]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -18,6 +19,7 @@ from weftline.errors import ModelError
 from weftline.nodes.catalog import CATALOG, FAKES, dotted, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports
+from weftline.pipelines.check.options import option_classes
 from weftline.pipelines.render.field_docs import field_docs, summary
 
 TEXT_COLUMNS = 100
@@ -48,13 +50,15 @@ def nodes(options: NodesOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a node: type as written, default (None when required) and purpose."""
+    """One option of a node: type as written, default (None when required), purpose, and class (`weftline.fields`)."""
 
     name: str
     type: str
     required: bool
     default: Any
     about: str
+    part: str
+    results: bool
 
 
 def list_nodes(as_json: bool) -> str:
@@ -112,7 +116,7 @@ def options_of(node: type[Node]) -> list[Option]:
     """Return a node's options, read from its Config."""
     if not dataclasses.is_dataclass(node.Config):
         return []
-    docs = field_docs(node.Config)
+    docs, of = field_docs(node.Config), option_classes(node)
     options = []
     for field in dataclasses.fields(node.Config):
         default, required = field.default, False
@@ -120,9 +124,18 @@ def options_of(node: type[Node]) -> list[Option]:
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             default, required = None, True
-        type = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        options.append(Option(field.name, type, required, default, docs.get(field.name, "")))
+        type, found = _type_text(field.type), of[field.name]
+        options.append(Option(field.name, type, required, default, docs.get(field.name, ""), found.part, found.results))
     return options
+
+
+def _type_text(type: Any) -> str:
+    """Return an annotation as written, without its metadata."""
+    text = type if isinstance(type, str) else getattr(type, "__name__", str(type))
+    match ast.parse(text, mode="eval").body if text.startswith("Annotated[") else None:
+        case ast.Subscript(slice=ast.Tuple(elts=[inner, *_])):
+            return ast.unparse(inner)
+    return text
 
 
 def _described(reference: str, node: type[Node], ports: Ports | None) -> dict[str, Any]:
@@ -156,6 +169,7 @@ def _option_lines(options: Sequence[Option]) -> list[str]:
     lines = []
     for option in options:
         value = "required" if option.required else f"default {_short(option.default)}"
+        value += ", of single items" if option.part == "request" else ""
         lines.append(f"  {option.name}: {option.type}, {value}")
         lines += textwrap.wrap(option.about, TEXT_COLUMNS, initial_indent="      ", subsequent_indent="      ")
     return lines

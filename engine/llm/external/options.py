@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import SplitResult, urlsplit
 
 from weftline.engine.llm.external.servers import SERVERS, readers_of
 from weftline.engine.llm.options import LlmConfig, checked_sampling
 from weftline.engine.llm.params import SamplingParams
+from weftline.fields import REQUEST
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.loopback import is_loopback
 
@@ -41,9 +43,9 @@ class ExternalLlmConfig:
     """File (PEM) of a private certificate authority, the only one that is trusted then; by default the system's."""
     insecure: bool = False
     """Allow http to another machine: prompts, answers and the key can be read on the way."""
-    system: str = ""
+    system: Annotated[str, REQUEST] = ""
     """System message before every `prompt`."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: Annotated[SamplingParams, REQUEST] = field(default_factory=SamplingParams)
     """Sampling options and stop conditions; a request's `sampling` input changes single keys."""
     sequences_max: int = 256
     """Most requests at the server at a time; others wait inside the step."""

@@ -5,15 +5,18 @@ import json
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal
 
 import pytest
+from msgspec import Meta
 
 from weftline.errors import PipelineError
-from weftline.fields import plain
+from weftline.fields import LOAD, REQUEST, plain
+from weftline.nodes.catalog import CATALOG, engines_of, resolve
 from weftline.nodes.contract import BatchNode, NoConfig
 from weftline.nodes.ports import Ports
-from weftline.pipelines.check.options import read_options, to_config, to_options
+from weftline.pipelines.check.options import load_options, read_options, request_options, to_config, to_options
 from weftline.pipelines.check.validation import json_schema_of
 
 
@@ -172,3 +175,40 @@ def test_the_schema_has_every_option_and_its_nested_keys(samples) -> None:
     assert set(schema["properties"]) == {"model", "sampling", "mode", "more"}
     assert schema["required"] == ["model"]
     assert "tokens_max" in schema["$defs"]["Sampling"]["properties"]
+
+
+BUILT_IN = {
+    **CATALOG,
+    **{f"{name}/{engine}": path for name in CATALOG for engine, path in engines_of(name).items()},
+}
+OF_ITEMS = {
+    "llm": {"system", "prefix", "sampling", "tool_format", "reasoning"}, "llm/openai": {"system", "sampling"},
+    "template": {"template", "output_chars_max", "render_max_ms", "images", "videos"},
+    "embed": {"prompt", "prefix"}, "whisper": {"language", "task"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_option_is_loaded_or_applies_to_items(name: str) -> None:
+    node = resolve(BUILT_IN[name], Path())
+    fields = {one.name: one.default for one in dataclasses.fields(node.Config)}
+    load, request = (of(node, SimpleNamespace(**dict.fromkeys(fields))) for of in (load_options, request_options))
+    assert load.keys() | request.keys() == fields.keys()
+    assert not load.keys() & request.keys()
+    assert request.keys() == OF_ITEMS.get(name, set())
+
+
+def test_an_option_of_a_users_node_is_loaded_unless_it_is_marked() -> None:
+    config = dataclasses.make_dataclass(
+        "Config", [("size", int, 1), ("label", Annotated[str, REQUEST], "a")], frozen=True
+    )
+    node = node_with(config)
+    assert (load_options(node, config(2)), request_options(node, config(2))) == ({"size": 2}, {"label": "a"})
+
+
+def test_bounds_of_a_users_option_are_checked_with_its_path() -> None:
+    config = dataclasses.make_dataclass(
+        "Config", [("radius_px", Annotated[int, Meta(ge=1, le=9), LOAD], 1)], frozen=True
+    )
+    _, problems = read_options(node_with(config), {"radius_px": 12}, "steps.blur")
+    assert [(one.path, one.found, one.expected) for one in problems] == [("steps.blur.radius_px", "12", "at most 9")]
