@@ -49,8 +49,12 @@ response may be queued behind a large message on a slow connection. (gRPC's defa
 
 
 PENDING_MAX = 1 << 14
-"""Calls that gRPC has received and this module has not begun. By default gRPC cancels some at random above 1 000 and
-all above 3 000, those of any client, which 12 connections with 256 calls reach."""
+"""Calls that gRPC has received and this module has not begun: those of 64 connections with 256 each.
+
+Above its soft limit (1 000 by default) gRPC refuses calls of any client at random, and above the hard one (3 000) all,
+which 12 such connections reach; with equal limits none is refused at random. They begin in order of arrival, about 1 ms
+each and more on busy cores, and gRPC cancels those that have waited for 30 s
+(grpc.server_max_unrequested_time_in_server). So a call waits behind all that came before it, unlike with nghttp2."""
 
 
 class GrpcioTransport:

@@ -51,7 +51,7 @@ def text_request(model: str, value: str, id: str = "", name: str = "text", **par
 def call_bytes(address: str, data: bytes, method: str = "ModelInfer", **options: Any) -> bytes:
     """Send raw bytes to a unary method."""
     with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
-        answer: bytes = channel.unary_unary(METHOD + method)(data, timeout=20, **options)
+        answer: bytes = channel.unary_unary(METHOD + method)(data, timeout=60, **options)
         return answer
 
 

@@ -510,7 +510,7 @@ def test_a_client_that_opens_windows_late_gets_all_its_responses(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Window updates are read while more responses wait than a connection may have."""
-    monkeypatch.setattr(http2_transport, "UNSENT_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(transport(server), "unsent_bytes_max", 1 << 20)
     with Wire(server) as wire:
         send_bodies(wire, (1, 3, 5), large(900_000))
         wait_until(lambda: sum(one.http2.unsent_bytes for one in transport(server).connections) > 2 << 20)
