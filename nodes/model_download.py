@@ -13,6 +13,7 @@ too.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import json
@@ -52,6 +53,8 @@ DEPTH_MAX = 3
 LISTING_BYTES_MAX, LISTING_MAX_S = 64 << 20, 300.0
 """Most bytes of the pages of a folder of the web, and the longest time to list it."""
 CONNECT_MAX_S, SILENCE_MAX_S = 30.0, 60.0
+HEADERS_MAX_S = 60.0
+"""Longest time until the headers of a response are complete."""
 RATE_MIN_BYTES_S, RATE_AFTER_S = 16 << 10, 60.0
 """Slowest download in bytes a second on average, from RATE_AFTER_S on."""
 ABANDONED_S = 24 * 3600.0
@@ -251,6 +254,13 @@ async def _http_client(**options: Any) -> Any:
             return await super().connect(req, traces, timeout)
 
     class Response(aiohttp.ClientResponse):
+        async def start(self, connection: Any) -> Any:
+            try:
+                async with asyncio.timeout(HEADERS_MAX_S):
+                    return await super().start(connection)
+            except TimeoutError:
+                raise ModelError(f"the headers of a response take more than {HEADERS_MAX_S:g} s") from None
+
         async def read(self) -> bytes:
             if self._body is None:
                 parts, size_bytes = [], 0
@@ -265,7 +275,10 @@ async def _http_client(**options: Any) -> Any:
             return self._body
 
     options["timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_MAX_S, sock_read=SILENCE_MAX_S)
-    return aiohttp.ClientSession(connector=Connector(), response_class=Response, **options)
+    options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+    return aiohttp.ClientSession(
+        connector=Connector(), response_class=Response, auto_decompress=False, **options
+    )  # a compressed response would become any size
 
 
 def _below(root: str, name: str, url: str) -> str:

@@ -12,6 +12,7 @@ import resource
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -343,6 +344,20 @@ INDEX = json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()
 PAGE = b"".join(f'<a href="{name}">{name}</a>'.encode() for name in ("model.safetensors", "config.json"))
 
 
+NAMES = (
+    "../../up.json", "%2e%2e/up.json", "/etc/passwd.json", "C:%5Cx.json", "a%00b.json", ".hidden.json",
+    "a%2Fb/../c.json", "http://127.0.0.1:1/away.json", "file:///etc/passwd.json", "a\\b.json", "&#46;&#46;/x.json",
+    "\uff0e\uff0e/x.json",
+)  # fmt: skip
+
+
+def _bomb() -> bytes:
+    """Return a page of 500 MiB, compressed."""
+    packer = zlib.compressobj(1, wbits=31)
+    parts = [packer.compress(one) for one in (PAGE, *[b" " * (1 << 20)] * 500)]
+    return b"".join(parts) + packer.flush()
+
+
 class HostileStore(BaseHTTPRequestHandler):
     """Serves folders of a model: one is honest, the others send more than they state, or never end."""
 
@@ -351,10 +366,35 @@ class HostileStore(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder, _, name = self.path.lstrip("/").partition("/")
+        if folder == "loop":
+            self.send_response(302)
+            self.send_header("location", f"/loop/{name}x")
+            self.end_headers()
+            return
+        if folder == "headers":
+            try:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nx: ")
+                while True:
+                    self.wfile.write(b"y")
+                    time.sleep(0.05)
+            except OSError:
+                return
+        if folder == "gzip" and not name:
+            body = _bomb()
+            self.send_response(200)
+            for header, value in (("type", "text/html"), ("encoding", "gzip"), ("length", str(len(body)))):
+                self.send_header(f"content-{header}", value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+            return
         index = name.endswith("index.json")
         body = INDEX if index else b"weights" if name else PAGE
         if folder == "index" and not name:
             body = PAGE + b'<a href="model.safetensors.index.json">i</a>'
+        if folder in ("names", "many") and not name:
+            names = NAMES if folder == "names" else [f"f{place}.json" for place in range(100_000)]
+            body = PAGE + "".join(f'<a href="{one}">x</a>' for one in names).encode()
         endless = (folder == "index" and index) or (folder == "page" and not name)
         self.send_response(200)
         self.send_header("content-type", "text/html" if not name else "application/octet-stream")
@@ -390,15 +430,33 @@ def test_a_folder_of_the_web_is_fetched(hostile: str) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_names_that_lead_out_of_a_folder_of_the_web_are_left_out(hostile: str, cache: Path) -> None:
+    try:
+        model = fetch(f"{hostile}/names", None, {}, ignore)
+    except ModelError:
+        model = None  # refused as a whole
+    assert model is None or contents(model.folder).keys() <= {"model.safetensors", "config.json", "up.json", "c.json"}
+    outside = [one for one in cache.parent.rglob("*.json") if cache not in one.parents]
+    assert not outside
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("folder", "reason"),
     [
         ("index", "model.safetensors.index.json has more than"),
         ("page", "it cannot be listed: .*more than"),
         ("unsized", "states the size None"),
+        ("loop", "it cannot be listed: .*edirect"),
+        ("headers", "headers of a response take more than"),
+        ("gzip", "0 files there|cannot be listed"),
+        ("many", "files there, expected 1 to"),
     ],
 )
-def test_endless_answers_of_a_store_are_refused(hostile: str, folder: str, reason: str) -> None:
+def test_endless_answers_of_a_store_are_refused(
+    hostile: str, folder: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_download, "HEADERS_MAX_S", 0.5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError, match=reason):
         fetch(f"{hostile}/{folder}", None, {}, ignore)

@@ -126,7 +126,10 @@ def _look(fs: Any, path: str, shown: str) -> Listing:
 
 def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]) -> Listing:
     files, hidden = [], []
-    for path in sorted(path for path, info in infos.items() if _is_file(fs, path, info)):
+    found = sorted(path for path, info in infos.items() if _is_file(fs, path, info))
+    if is_local(fs):
+        _check_links(found, base)
+    for path in found:
         inside = posixpath.relpath(path, base)
         if any(is_hidden(part) for part in inside.split("/")):
             hidden.append(inside)
@@ -158,6 +161,33 @@ def _source_file(fs: Any, path: str, shown: str, base: str, info: Mapping[str, A
 def _is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
     """Return True for a file or a link to one; links to folders are not followed."""
     return info["type"] == "file" or (is_local(fs) and bool(info.get("islink")) and Path(path).is_file())
+
+
+def _check_links(paths: Sequence[str], base: str) -> None:
+    """Raise InputError for a local file below `base` that a link leads out of it: a data set is not trusted.
+
+    Links to the blobs of huggingface_hub's cache, beside the folder of a snapshot, are followed.
+    """
+    top = os.path.realpath(base or ".")
+    allowed = [f"{top.rstrip('/')}/"]
+    if posixpath.basename(posixpath.dirname(top)) == "snapshots":
+        allowed.append(posixpath.join(posixpath.dirname(posixpath.dirname(top)), "blobs/"))
+    folders: dict[str, str] = {}
+    for path in paths:
+        folder, name = posixpath.split(path)
+        real = os.path.realpath(path) if Path(path).is_symlink() else posixpath.join(_real(folder, folders), name)
+        if not real.startswith(tuple(allowed)):
+            raise InputError(
+                f"{path}: a link leads out of the folder {base or '.'}\n"
+                "    fix: remove the link, or name the file itself where you trust it: --data FILE"
+            )
+
+
+def _real(folder: str, known: dict[str, str]) -> str:
+    """Return a folder with all links followed."""
+    if folder not in known:
+        known[folder] = os.path.realpath(folder or ".")
+    return known[folder]
 
 
 def _before_glob(path: str) -> str:

@@ -213,10 +213,42 @@ def test_a_file_named_twice_through_a_link_is_one_file(tmp_path: Path) -> None:
 
 def test_links_to_files_are_read_and_links_to_folders_are_skipped(tmp_path: Path) -> None:
     write(tmp_path / "blobs" / "x.jsonl", 1)
-    write(tmp_path / "in" / "more" / "c.jsonl", 1)
-    for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / "in" / name).symlink_to("../blobs/x.jsonl")
-    (tmp_path / "in" / "none.jsonl").symlink_to("nothing")
-    (tmp_path / "in" / "folder").symlink_to("../blobs")
-    assert ids(opened(tmp_path / "in")) == ["a.jsonl#0", "b.jsonl#0", "more/c.jsonl#0"]
-    assert ids(opened(tmp_path / "in" / "*.jsonl")) == ["a.jsonl#0", "b.jsonl#0"]
+    folder = tmp_path / "snapshots" / "abc"  # as huggingface_hub keeps a data set
+    write(folder / "more" / "c.jsonl", 1)
+    (folder / "a.jsonl").symlink_to("../../blobs/x.jsonl")
+    (folder / "b.jsonl").symlink_to("more/c.jsonl")
+    (folder / "none.jsonl").symlink_to("nothing")
+    (folder / "folder").symlink_to("../../blobs")
+    assert ids(opened(folder / "*.jsonl")) == ["a.jsonl#0", "b.jsonl#0"]
+    (folder / "b.jsonl").unlink()
+    assert ids(opened(folder)) == ["a.jsonl#0", "more/c.jsonl#0"]
+
+
+LEADING_OUT: dict[str, dict[str, str]] = {
+    "a link to a file": {"x.jsonl": "SECRET"},
+    "a relative link": {"x.jsonl": "../secret.jsonl"},
+    "a link to a link": {"y": "SECRET", "x.jsonl": "y"},
+    "a link in the log of a table": {"_delta_log/0.json": "SECRET"},
+    "a link into this process": {"x.txt": "/proc/self/environ"},
+}
+
+
+@pytest.mark.parametrize("name", LEADING_OUT)
+@pytest.mark.parametrize("pattern", ["", "/*", "/**"])
+def test_links_that_lead_out_of_a_data_set_are_refused(tmp_path: Path, name: str, pattern: str) -> None:
+    secret = write(tmp_path / "secret.jsonl", 1)
+    write(tmp_path / "in" / "a.jsonl", 1)
+    for link, target in LEADING_OUT[name].items():
+        (tmp_path / "in" / link).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / link).symlink_to(target.replace("SECRET", str(secret)))
+    if pattern != "/*" or "log" not in name:  # of which the pattern matches the folder alone
+        with pytest.raises(InputError, match="a link leads out of the folder"):
+            opened(f"{tmp_path}/in{pattern}")
+
+
+def test_a_pattern_does_not_follow_links_to_folders(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "a.jsonl", 1)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x").symlink_to("../elsewhere")
+    with pytest.raises(InputError, match="matches no files"):
+        opened(tmp_path / "in" / "*" / "*.jsonl")
