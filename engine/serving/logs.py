@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TextIO
 
@@ -26,6 +27,9 @@ TRACEBACK_CHARS_MAX = 16000
 
 TRACEBACKS_PER_S, TRACEBACKS_BURST = 0.5, 10.0
 """Rate limit of logged tracebacks, so that a request that always fails does not flood the log."""
+
+FAILURES_PER_S, FAILURES_BURST = 20.0, 200.0
+"""Rate limit of the lines of one caller's failed requests."""
 
 FIELDS = ("request", "model", "version", "caller", "protocol", "status", "ms")
 """Fields of a request's line beside its message, in this order."""
@@ -115,7 +119,8 @@ class RequestLog:
     """Observer that logs failed requests, and with `Logs.requests` all others.
 
     Levels: error for INTERNAL, warning for passing failures, info for mistakes of clients. A failure of a step's code
-    is logged with its traceback: at most TRACEBACKS_PER_S a second, after a burst of TRACEBACKS_BURST.
+    is logged with its traceback: at most TRACEBACKS_PER_S a second, after a burst of TRACEBACKS_BURST. Unless all
+    requests are logged, failures of one caller have the rate FAILURES_PER_S, and the number of those left out follows.
     """
 
     def __init__(self, logs: Logs, clock: Callable[[], float] = time.monotonic) -> None:
@@ -123,6 +128,8 @@ class RequestLog:
         self._clock = clock
         self._tracebacks = RateLimit(TRACEBACKS_PER_S, TRACEBACKS_BURST)
         self._left_out = 0  # tracebacks since the last one that was logged
+        self._failures: dict[str, RateLimit] = {}  # by caller, which the token file bounds
+        self._silent: Counter[str] = Counter()  # failures since the last one that was logged, by caller
 
     def __call__(self, record: Record) -> None:
         failed = record.status != "OK"
@@ -131,15 +138,30 @@ class RequestLog:
         level = _LEVELS.get(record.status, logging.INFO)
         if not _requests.isEnabledFor(level):
             return
+        now_s = self._clock()
+        if not self._all and self._is_flood(record.ask.caller, now_s):
+            return
         fields = (record.ask.id, record.model, record.version, record.ask.caller, record.ask.protocol, record.status)
-        extra = {"fields": (*fields, round(record.total_ms, 3)), "traceback": self._traceback(record)}
+        extra = {"fields": (*fields, round(record.total_ms, 3)), "traceback": self._traceback(record, now_s)}
         _requests.log(level, "%s", record.error if failed and record.error else "request", extra=extra)
 
-    def _traceback(self, record: Record) -> str:
+    def _is_flood(self, caller: str, now_s: float) -> bool:
+        """Return True, and count the failure, if the caller's rate is reached; else report those that were counted."""
+        limit = self._failures.get(caller) or self._failures.setdefault(
+            caller, RateLimit(FAILURES_PER_S, FAILURES_BURST)
+        )
+        if limit.try_take(now_s):
+            self._silent[caller] += 1
+            return True
+        if silent := self._silent.pop(caller, 0):
+            _requests.warning("%d failed requests of %s are left out here", silent, caller or "clients without a token")
+        return False
+
+    def _traceback(self, record: Record, now_s: float) -> str:
         """Return the traceback to log; '' if there is none, or the rate limit is reached."""
         if not record.traceback:
             return ""
-        if self._tracebacks.try_take(self._clock()):
+        if self._tracebacks.try_take(now_s):
             self._left_out += 1
             return ""
         left_out, self._left_out = self._left_out, 0

@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -186,3 +188,22 @@ def test_a_loop_that_was_closed_with_ends_on_their_way_is_not_kept() -> None:
     mail, loop = close_early()
     gc.collect()
     assert mail._batch is not None and mail._batch() is None and loop() is None
+
+
+def test_thousands_of_ends_at_once_leave_the_loop_to_others() -> None:
+    async def run() -> tuple[int, list[int]]:
+        mailbox, received, turns = Mailbox(), [], 0
+
+        def receive(end: Any) -> None:
+            time.sleep(0.0005)
+            received.append(end)
+
+        for at in range(400):
+            mailbox.put(asyncio.get_running_loop(), receive, at)
+        while len(received) < 400:
+            await asyncio.sleep(0)
+            turns += 1
+        return turns, received
+
+    turns, received = asyncio.run(run())
+    assert received == list(range(400)) and turns > 20

@@ -13,6 +13,7 @@ from weftline.engine.serving.auth.tokens import new_token
 from weftline.engine.serving.backend import Ask, Record
 from weftline.engine.serving.config import Logs
 from weftline.engine.serving.logs import (
+    FAILURES_BURST,
     TRACEBACKS_BURST,
     TRACEBACKS_PER_S,
     JsonLines,
@@ -170,3 +171,17 @@ def test_tracebacks_of_failed_requests_are_logged_at_a_limited_rate() -> None:
         assert text.count("step a: KeyError") == 100, "the line itself is always there"
         log(failing)
         assert "(90 tracebacks of other failures" in stream.getvalue()
+
+
+def test_failures_of_one_caller_do_not_fill_the_log() -> None:
+    stream, now = started(Logs("json")), [0.0]
+    log = RequestLog(Logs(), lambda: now[0])
+    for _ in range(10_000):
+        log(record("DEADLINE_EXCEEDED"))
+    log(record("DEADLINE_EXCEEDED", caller="other"))
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) == FAILURES_BURST + 1 and lines[-1]["caller"] == "other"
+    now[0] = 1.0
+    log(record("DEADLINE_EXCEEDED"))
+    reported = [json.loads(line)["message"] for line in stream.getvalue().splitlines()][len(lines) :]
+    assert reported == [f"{10_000 - int(FAILURES_BURST)} failed requests of web are left out here", "request"]
