@@ -56,7 +56,7 @@ class Ledger:
         self._readers: dict[Key, int] = {}
         self._quarantined: dict[Key, int] = {}  # tickets of dead readers, under all tokens
         self._tokens: dict[int, dict[Key, int]] = {}  # the same by token
-        self._retired: set[int] = set()
+        self.retired: set[int] = set()
         self._generation = 0
         self._stale_total = 0
 
@@ -71,13 +71,13 @@ class Ledger:
 
         Its quarantine ends: no process writes where a dead reader may still read.
         """
-        self._retired.add(arena)
+        self.retired.add(arena)
         for token in [token for token, keys in self._tokens.items() if any(key[0] == arena for key in keys)]:
             self._leave(token, [key for key in self._tokens[token] if key[0] == arena])
 
     def arena_bytes(self, arena: int) -> int:
         """Return the arena's size; 0 when it is unknown, forgotten or retired."""
-        return 0 if arena in self._retired or arena not in self._allocators else self._allocators[arena].size_bytes
+        return 0 if arena in self.retired or arena not in self._allocators else self._allocators[arena].size_bytes
 
     def knows(self, arena: int) -> bool:
         """Return True while leases in an arena are possible: it was added and not forgotten."""
@@ -91,7 +91,7 @@ class Ledger:
         """Lease `size_bytes` for `readers` readers, or return None when nothing fits now."""
         if readers < 1:
             raise ValueError(f"a lease for {readers} readers; a block needs at least one")
-        if arena in self._retired or arena not in self._allocators:
+        if arena in self.retired or arena not in self._allocators:
             return None
         offset = self._allocators[arena].try_take(size_bytes)
         if offset is None:
@@ -135,7 +135,7 @@ class Ledger:
 
         A token may hold several blocks. In a retired arena this is `release`. False (and counted) when it is stale.
         """
-        if key[0] in self._retired:
+        if key[0] in self.retired:
             return self.release(key, readers)
         held = self._readers.get(key, 0)
         if readers < 1 or held < readers:
@@ -160,9 +160,9 @@ class Ledger:
 
     def forget_empty(self) -> list[int]:
         """Forget retired arenas whose last lease has ended, and return their ids."""
-        if not self._retired:
+        if not self.retired:
             return []
-        return [arena for arena in sorted(self._retired) if self._forget_if_empty(arena)]
+        return [arena for arena in sorted(self.retired) if self._forget_if_empty(arena)]
 
     def stats(self) -> LedgerStats:
         memories = {arena: allocator for arena, allocator in self._allocators.items() if arena >= 0}
@@ -215,5 +215,5 @@ class Ledger:
         if allocator is not None and allocator.taken_bytes:
             return False
         self._allocators.pop(arena, None)
-        self._retired.discard(arena)
+        self.retired.discard(arena)
         return True

@@ -267,6 +267,12 @@ class Chain(msgspec.Struct, frozen=True, array_like=True, tag=True):
     returns: tuple[tuple[int, int], ...]
 
 
+class DropChains(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget these chains: no RunBatch names them again, and none of them runs."""
+
+    chains: tuple[int, ...]
+
+
 class RunBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Run a step on these items, in batches of at most its items_max; answered by one BatchDone.
 
@@ -648,6 +654,7 @@ ToWorker = (
     | AttachDevice
     | Retire
     | Chain
+    | DropChains
     | RunBatch
     | OutputBuffer
     | Submit

@@ -211,7 +211,7 @@ class Runtime:
         if self.fleet.short:
             with self._lock:
                 if self.fleet.is_short():
-                    self.scheduler.counters.refused += 1
+                    self.scheduler.note_refused()
                     raise LimitReached(shortage(), SHORT_RETRY_S)
 
     def reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:

@@ -24,7 +24,7 @@ def snapshot(scheduler: Scheduler, copied_in_bytes: int, copied_out_bytes: int) 
             "cancelled": counters.cancelled, "expired": counters.expired, "refused": counters.refused,
             "open": scheduler.open_requests,
         },
-        "slo": scheduler.objective.stats(),
+        "slo": scheduler.program().objective.stats(),
         "queued": scheduler.queued,
         "dispatches": counters.dispatches,
         "items": counters.items,

@@ -9,6 +9,9 @@ order of their latest start time, shifted by priority. An item may also expire, 
 order. The key of an item never changes and later items get larger keys,
 so no item starves. The order itself is kept by PriorityQueue.
 
+Where several steps use the queue, a batch closes by the times of all, and `late` pops the items that even the quickest
+of these steps could not finish in time. What is late for a slower one is found when it is taken (dispatch.py).
+
 Items share a call only within one group: under `shapes: same`, the dtypes and shapes of all inputs are equal. Sizes
 that the step pads count as the padded size. The comparison itself is in `weftline.nodes.grouping`.
 """
@@ -71,9 +74,8 @@ class Batcher:
     def __init__(self, policy: BatchPolicy, latency: Latency | None = None, timeout_ms: float = math.inf) -> None:
         """timeout_ms: of the step; its items expire."""
         self.policy = policy
-        self._timeout_ms = timeout_ms
-        self._expires = timeout_ms < math.inf
         self._latency = latency if latency is not None else Latency()
+        self.set_lateness(self._latency, timeout_ms)
         self._by_deadline = policy.order == "deadline"
         self._auto = policy.wait == "auto"
         self._wait_ms = policy.wait_ms
@@ -85,6 +87,12 @@ class Batcher:
         self._gap_ms = math.nan  # moving average of the time between arrivals; not a number until two came
         self._learned = 0  # Latency.samples when the lines' leave_ms were worked out
         self.items_max = policy.items_max
+
+    def set_lateness(self, lateness: Latency, timeout_ms: float) -> None:
+        """Set the times by which items are late: of all steps that use the queue, the least."""
+        self._lateness = lateness
+        self._timeout_ms = timeout_ms
+        self._expires = timeout_ms < math.inf
 
     @property
     def items_max(self) -> int:
@@ -196,7 +204,7 @@ class Batcher:
         """
         self._now_ms = now_ms
         gone: list[int] = []
-        if not (self._by_deadline or self._expires) or not self.waiting or not self._latency.fresh(now_ms):
+        if not (self._by_deadline or self._expires) or not self.waiting or not self._lateness.fresh(now_ms):
             return gone
         for line in list(self._lines.values()):
             while (entry := line.due_first()) is not None and now_ms > entry.due_ms - self._least_ms():
@@ -209,7 +217,7 @@ class Batcher:
         if not self.waiting:
             return None
         soonest = min(self._leaves_ms(line) for line in self._lines.values())
-        if (self._by_deadline or self._expires) and self._latency.fresh(self._now_ms):
+        if (self._by_deadline or self._expires) and self._lateness.fresh(self._now_ms):
             due = min(line.due_ms() for line in self._lines.values())
             soonest = min(soonest, math.nextafter(due - self._least_ms(), math.inf))
         return soonest
@@ -241,7 +249,7 @@ class Batcher:
         if self._sizes and count < self._goal:
             fitting = bisect_right(self._sizes, count)
             count = self._sizes[fitting - 1] if fitting else count
-        if self._expires and count > 1 and self._latency.fresh(now_ms):
+        if self._expires and count > 1 and self._lateness.fresh(now_ms):
             left_ms = line.due_ms() - now_ms
             if left_ms < self.needs_ms(count):
                 return max(1, bisect_right(range(1, count), left_ms, key=self.needs_ms))
@@ -289,25 +297,34 @@ class Batcher:
             self._gap_ms = gap if math.isnan(self._gap_ms) else self._gap_ms + SHARE * (gap - self._gap_ms)
         self._last_ms = now_ms
 
-    def needs_ms(self, items: int) -> float:
+    def needs_ms(self, items: int, own: Latency | None = None, timeout_ms: float = math.inf) -> float:
         """Return the time that a call with `items` needs, by which items of a step with a timeout expire early.
 
         A time that few calls exceed, so that under load the item that is selected next, which is the oldest one, is
         not always the one that just misses. Where the timeout is shorter than that, the time of the shortest calls:
         nothing is held back that has a chance, unless a newer item with a better one can run instead.
-        """
-        if len(self.waiting) > self._items_max or self._latency.likely_ms(1) <= self._timeout_ms:
-            return self._latency.likely_ms(items)
-        return self._latency.shortest_ms(items)
 
-    def fitting(self) -> int:
-        """Return the size of the largest call that is likely to end within the timeout of the step; at least 1."""
-        return max(1, bisect_right(range(1, self._items_max + 1), self._timeout_ms, key=self._latency.likely_ms))
+        own, timeout_ms: of the item's step, where several use the queue; None: the least of all.
+        """
+        if own is None:
+            own, timeout_ms = self._lateness, self._timeout_ms
+        if len(self.waiting) > self._items_max or own.likely_ms(1) <= timeout_ms:
+            return own.likely_ms(items)
+        return own.shortest_ms(items)
+
+    def fitting(self, own: Latency | None = None, timeout_ms: float = math.inf) -> int:
+        """Return the size of the largest call that is likely to end within the timeout of the step; at least 1.
+
+        own, timeout_ms: as in `needs_ms`.
+        """
+        if own is None:
+            own, timeout_ms = self._lateness, self._timeout_ms
+        return max(1, bisect_right(range(1, self._items_max + 1), timeout_ms, key=own.likely_ms))
 
     def _least_ms(self) -> float:
         waiting = len(self.waiting)
         if not self._expires:
-            return self._latency.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
+            return self._lateness.run_ms(self._items_max if waiting > self._items_max else (waiting + 1) // 2)
         if waiting <= self._items_max:
             return self.needs_ms((waiting + 1) // 2)
         return self.needs_ms(self.fitting())
@@ -318,6 +335,6 @@ class Batcher:
             del self._lines[line.group]
 
     def _forget_times(self) -> None:
-        self._learned = self._latency.samples
+        self._learned = self._lateness.samples
         for line in self._lines.values():
             line.leave_ms = None

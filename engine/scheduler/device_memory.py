@@ -58,7 +58,7 @@ def make_measured(plan: Plan, settle: Settle | None) -> MeasuredMemory:
 
 def on_ready(state: SchedulerState, worker_id: int, message: msg.Ready) -> None:
     """Record a worker's measurements; they replace those of its earlier incarnations."""
-    device = state.plan.workers[worker_id].device
+    device = state.deployed.workers[worker_id].device
     if not device:
         return
     state.measured.by_worker[worker_id] = Measured(message.device_use, message.device_bytes, message.device_free)
@@ -79,10 +79,10 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
             "reserve_bytes": _reserve(budget),
             "left_bytes": state.measured.left_bytes.get(budget.device, 0),
             "workers": {
-                state.plan.workers[worker_id].name: one.device_bytes for worker_id, one in _of(state, budget.device)
+                state.deployed.workers[worker_id].name: one.device_bytes for worker_id, one in _of(state, budget.device)
             },
             "arenas": {
-                state.plan.workers[worker_id].name: state.plan.workers[worker_id].device_arena_bytes
+                state.deployed.workers[worker_id].name: state.deployed.workers[worker_id].device_arena_bytes
                 for worker_id, _ in _of(state, budget.device)
             },
             "claims": [
@@ -90,7 +90,7 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
             ],
             "steps": _steps(state, budget.device),
         }
-        for budget in state.plan.budgets
+        for budget in state.deployed.budgets
     }
 
 
@@ -106,7 +106,7 @@ def _steps(state: SchedulerState, device: str) -> dict[str, dict[str, int]]:
 
 
 def _settle_device(state: SchedulerState, device: str) -> None:
-    budget = next((one for one in state.plan.budgets if one.device == device), None)
+    budget = next((one for one in state.deployed.budgets if one.device == device), None)
     if budget is None or all(one.device_free == 0 for _, one in _of(state, device)):
         return  # nothing was measured: no driver answered
     taken = sum(one.device_bytes for _, one in _of(state, device))
@@ -135,7 +135,7 @@ def _claims(state: SchedulerState, budget: DeviceBudget, left: Left, elsewhere: 
     claims.append(Claim("", RESERVE, _reserve(budget), "stated"))
     claims.append(Claim(OTHERS, CONTEXT, max(0, elsewhere - held), "measured"))
     for worker_id, one in _of(state, budget.device):
-        planned = state.plan.workers[worker_id]
+        planned = state.deployed.workers[worker_id]
         claims.append(Claim(planned.name, ARENA, planned.device_arena_bytes, "stated"))
         claims += [Claim(step, WORK, use.peak_bytes, "measured") for step, use in one.uses.items()]
         rest = one.device_bytes - planned.device_arena_bytes - sum(use.peak_bytes for use in one.uses.values())
@@ -145,7 +145,7 @@ def _claims(state: SchedulerState, budget: DeviceBudget, left: Left, elsewhere: 
 
 def _of(state: SchedulerState, device: str) -> list[tuple[int, Measured]]:
     return [
-        (at, one) for at, one in sorted(state.measured.by_worker.items()) if state.plan.workers[at].device == device
+        (at, one) for at, one in sorted(state.measured.by_worker.items()) if state.deployed.workers[at].device == device
     ]
 
 

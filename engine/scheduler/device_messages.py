@@ -46,7 +46,7 @@ def on_device_up(state: SchedulerState, worker_id: int, message: msg.DeviceUp) -
 
 def on_attach_failed(state: SchedulerState, worker_id: int, message: msg.AttachFailed) -> None:
     """Handle AttachFailed: stop sharing what a worker cannot attach."""
-    worker, device = state.workers[worker_id], state.plan.workers[worker_id].device
+    worker, device = state.workers[worker_id], state.deployed.workers[worker_id].device
     owner = workers.owner_on_device(state, message.arena)
     if owner == worker_id:
         workers.kill(state, worker_id, "it cannot attach the arena that it made")
@@ -54,18 +54,18 @@ def on_attach_failed(state: SchedulerState, worker_id: int, message: msg.AttachF
     worker.cannot_import = {arena for arena in worker.cannot_import if state.ledger.knows(arena)} | {message.arena}
     if owner is None or state.workers[owner].on_host:
         return
-    if state.plan.workers[owner].device != device:
+    if state.deployed.workers[owner].device != device:
         workers.kill(state, worker_id, "it reported an arena on another device")
         return
     refused = state.no_events if message.arena < 0 else state.no_memory
     if device not in refused:
         refused[device] = message.why
-        names = state.plan.workers[worker_id].name, state.plan.workers[owner].name
+        names = state.deployed.workers[worker_id].name, state.deployed.workers[owner].name
         what = "open the events" if message.arena < 0 else "attach the memory"
         then = "are synchronized by their writer" if message.arena < 0 else "travel through host memory"
         reason = f"device {device}: worker {names[0]} cannot {what} that worker {names[1]} shares"
         state.out.append(ev.LogWarning(f"{reason} ({message.why:.200}); tensors {then} from now on"))
-    for one, planned in enumerate(state.plan.workers):
+    for one, planned in enumerate(state.deployed.workers):
         if planned.device == device and state.workers[one].alive:
             _fall_back_to_host(state, one)
     return
@@ -73,7 +73,7 @@ def on_attach_failed(state: SchedulerState, worker_id: int, message: msg.AttachF
 
 def _fall_back_to_host(state: SchedulerState, worker_id: int) -> None:
     """Stop a worker from sharing what others on its device cannot attach, or cannot wait for."""
-    worker, device = state.workers[worker_id], state.plan.workers[worker_id].device
+    worker, device = state.workers[worker_id], state.deployed.workers[worker_id].device
     if device in state.no_events:
         worker.device_events = 0
     if device in state.no_memory and worker.places_on_device:
@@ -83,7 +83,7 @@ def _fall_back_to_host(state: SchedulerState, worker_id: int) -> None:
 
 def _device_up_error(state: SchedulerState, worker_id: int, message: msg.DeviceUp) -> str:
     """Return what is wrong with a DeviceUp; '' for nothing."""
-    planned, worker = state.plan.workers[worker_id], state.workers[worker_id]
+    planned, worker = state.deployed.workers[worker_id], state.workers[worker_id]
     if worker.share_mode:
         return "it reported its device arena twice"
     if message.device != planned.device or message.share_mode not in SHARE_MODES:
@@ -118,7 +118,7 @@ def keep_unfinished(state: SchedulerState, worker_id: int, dispatch: Dispatch) -
         )
         worker.unfinished[dispatch.id] = Unfinished(
             dispatch.id, dispatch.unit, reads, device, (*dispatch.blocks, *dispatch.granted, *worker.granted),
-            dispatch.ready.key, state.now_ms, dispatch.limit_ms,
+            dispatch.ready.key, state.now_ms, dispatch.limit_ms, dispatch.tasks,
         )  # fmt: skip
 
 
@@ -130,11 +130,11 @@ def on_released(state: SchedulerState, worker_id: int, message: msg.Released) ->
         if dispatch not in unfinished:
             return "it released a batch that had no unfinished work"
         done = unfinished.pop(dispatch)
-        threads.add(worker.threads.get(done.unit.step))
+        threads.add(worker.threads.get(done.unit.deployment))
         request_table.release(state, done.reads)
         request_table.release_blocks(state, done.blocks)
     for one in unfinished.values():
-        if worker.threads.get(one.unit.step) in threads:
+        if worker.threads.get(one.unit.deployment) in threads:
             one.since_ms = state.now_ms
     return ""
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weftline.engine.protocol.messages import BatchDone, ItemResult, Value
+from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.routes import Unit
 from weftline.pipelines.placement.plan import Plan
 from weftline.shm.block import Block, Key
@@ -38,6 +39,7 @@ class Unfinished:
     ready:    the event of the completion of its outputs.
     since_ms: when its results arrived, or when the dispatch before it was released.
     limit_ms: its timeout from then on.
+    tasks:    those that it ran.
     """
 
     id: int
@@ -48,6 +50,7 @@ class Unfinished:
     ready: Key
     since_ms: float
     limit_ms: float
+    tasks: Sequence[Task] = ()
 
 
 def unmarked(message: BatchDone, blocks: Iterable[Block], ready: Block) -> bool:
@@ -80,7 +83,7 @@ def read_there(unit: Unit, inputs: Sequence[Value], device_inputs: Sequence[froz
     for position, value in enumerate(inputs):
         for leaf in leaves((value,)):
             if leaf.device_place is not None and (
-                leaf.place is None or unit.chain or position in device_inputs[unit.step]
+                leaf.place is None or unit.chain or position in device_inputs[unit.deployment]
             ):
                 yield leaf
 

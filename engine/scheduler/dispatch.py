@@ -88,7 +88,12 @@ def _dispatch_queue(state: SchedulerState, queue: StepQueue) -> None:
                     wake = max(wake, state.now_ms + NAP_MS)
                     state.batch_waits[queue.index] = min(state.batch_waits.get(queue.index, wake), wake)
                 break
-            _assign(state, worker_id, queue, [state.live[id] for id in taken])
+            tasks = [state.live[id] for id in taken]
+            if queue.mixed:
+                tasks = _in_time(state, queue, tasks, starts_ms)
+                if not tasks:
+                    continue
+            _assign(state, worker_id, queue, tasks)
     if queue.suspects and queue.streams:
         streams.resume_sources(state, queue)
     if queue.job.any:
@@ -119,7 +124,7 @@ def _job_streams_left(state: SchedulerState, worker: WorkerState, queue: StepQue
 
     When that number grows by the passing of time alone, the queue is served again then.
     """
-    of_step = [task for task in worker.streams.values() if task.unit.step == queue.index]
+    of_step = [task for task in worker.streams.values() if task.unit.deployment == queue.index]
     held = sum(task.request.job for task in of_step)
     calm_ms = queue.usual_ms + LATELY_MS
     if held < len(of_step):
@@ -190,18 +195,27 @@ def _is_free(state: SchedulerState, worker_id: int, queue: StepQueue) -> bool:
     return worker.state == READY and not worker.on_thread(queue.index)
 
 
+def _in_time(state: SchedulerState, queue: StepQueue, tasks: list[Task], starts_ms: float) -> list[Task]:
+    """Return which tasks of a batch can be in time by what their own steps have measured; the others fail."""
+    good, late = queue.split_late(tasks, starts_ms)
+    for task in late:
+        if task.id in state.live:
+            _expire_late(state, task, queue)
+    return [task for task in good if task.id in state.live] if late else good
+
+
 def _expire_late(state: SchedulerState, task: Task, queue: StepQueue) -> None:
     """Fail a request whose task cannot meet its deadline any more, or a task that would expire, before it reaches a
     model."""
     if task.expires_ms < task.due_ms:
         task_table.time_out(state, task)
         return
-    state.counters.late += 1
-    request = task.request
-    by_ms = state.now_ms + queue.latency.run_ms(1) - task.due_ms
+    request, step = task.request, task.unit.head
+    request.program.counters.late += 1
+    by_ms = state.now_ms + step.latency.run_ms(1) - task.due_ms
     reason = f"by recent measurements it would be about {max(by_ms, 0):.0f} ms too late; it was not started"
     queue.discard(task)
-    request_table.end(state, request, "expire", "DeadlineExceeded", reason, queue.name)
+    request_table.end(state, request, "expire", "DeadlineExceeded", reason, step.name)
 
 
 def _assign(
@@ -234,17 +248,30 @@ def _send_batch(
         tasks = host_copies.readable(state, worker_id, tasks)
         if not tasks:
             return
-    state.counters.dispatches += 1
-    state.counters.items += len(tasks)
+    counters = state.counters
+    counters.dispatches += 1
+    counters.items += len(tasks)
     items = []
     firsts = 0
     for task in tasks:
         task.worker, task.started_ms, request = worker_id, now_ms, task.request
         firsts += task.attempts == 1
-        usual = request.deadline_ms is None and request.sequence is None and not request.priority
-        usual = usual and request.seed is None and not request.caller and not queue.expires
+        usual = (
+            request.deadline_ms is None
+            and request.sequence is None
+            and not request.priority
+            and request.seed is None
+            and not request.caller
+            and not queue.expires
+        )
         items.append(msg.Item(task.id, task.inputs, None if usual else _metadata(state, task, queue)))
-    state.recovery.budget.first(firsts)
+    limit_ms = task.unit.head.run_max_ms
+    if queue.mixed:
+        for task in tasks:
+            task.request.program.retries.first(task.attempts == 1)
+            limit_ms = max(limit_ms, task.unit.head.run_max_ms)  # so that no program ends the work of another
+    else:
+        request.program.retries.first(firsts)
     if queue.streams:
         if not worker.streams:
             worker.stream_active_ms = now_ms
@@ -274,13 +301,13 @@ def _send_batch(
         state.out.append(ev.Send(worker_id, unit.message))
     state.dispatch_ids += 1
     id = state.dispatch_ids
-    worker.running.append(Dispatch(id, unit, tasks, blocks, now_ms, queue.step.run_max_ms, suspect, ready))
+    worker.running.append(Dispatch(id, unit, tasks, blocks, now_ms, limit_ms, suspect, ready))
     run = msg.RunBatch(id, queue.index, tuple(items), host_blocks, unit.chain, suspect, device_blocks, ready)
     state.out.append(ev.Send(worker_id, run))
 
 
 def _has_device_outputs(state: SchedulerState, unit: Unit) -> bool:
-    return any(state.queues[step].sizes.device_ports for step in unit.steps)
+    return any(state.queues[one].sizes.device_ports for one in unit.deployments)
 
 
 def _metadata(state: SchedulerState, task: Task, queue: StepQueue) -> msg.ItemMetadata:

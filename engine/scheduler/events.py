@@ -10,6 +10,7 @@ from weftline.engine.protocol.messages import FromWorker as MessageFromWorker
 from weftline.engine.protocol.messages import ToWorker, Value
 from weftline.engine.scheduler.request import StepTiming
 from weftline.nodes.urgency import SequencePart
+from weftline.pipelines.placement.plan import Plan
 
 # events
 
@@ -17,6 +18,8 @@ from weftline.nodes.urgency import SequencePart
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     """A caller submits a request. Inputs with a place were reserved before and hold the writer's ticket.
 
+    request:     its id, which no other request of any program has.
+    program:     the program that answers it.
     wanted:      the requested outputs; None means all of them.
     deadline_ms: on the scheduler's clock; None means no deadline.
     priority:    from -100 to 100, higher goes first.
@@ -30,6 +33,7 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
     request: int
     inputs: Mapping[str, Value]
+    program: int = 0
     wanted: tuple[str, ...] | None = None
     deadline_ms: float | None = None
     priority: int = 0
@@ -42,7 +46,10 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSubmitted(msgspec.Struct, frozen=True):
-    """A caller submits an ordered group: rows of a job, each a request, that form batches by row order."""
+    """A caller submits an ordered group: rows of a job, each a request, that form batches by row order.
+
+    All of them are of one program.
+    """
 
     rows: tuple[Submitted, ...]
 
@@ -115,8 +122,37 @@ class DeviceLeft(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class OpenProgram(msgspec.Struct, frozen=True):
+    """Open a program over deployments that exist; OpenIngress follows.
+
+    program:     its id; ids rise, and none is used twice.
+    deployments: the number of the deployment of each step of the plan; -1 for a control.
+    """
+
+    program: int
+    plan: Plan
+    deployments: tuple[int, ...]
+
+
+class RetireProgram(msgspec.Struct, frozen=True):
+    """A program takes no more requests. ProgramEnded follows when the last of its requests has ended."""
+
+    program: int
+
+
 Event = (
-    Submitted | GroupSubmitted | Delivered | Withdrawn | Stalled | Resumed | FromWorker | WorkerDied | Tick | DeviceLeft
+    Submitted
+    | GroupSubmitted
+    | Delivered
+    | Withdrawn
+    | Stalled
+    | Resumed
+    | FromWorker
+    | WorkerDied
+    | Tick
+    | DeviceLeft
+    | OpenProgram
+    | RetireProgram
 )
 
 # commands
@@ -208,6 +244,20 @@ class ForgetArena(msgspec.Struct, frozen=True):
     arena: int
 
 
+class OpenIngress(msgspec.Struct, frozen=True):
+    """Create the arena for a program's inputs under this id; ForgetArena ends it."""
+
+    program: int
+    arena: int
+    size_bytes: int
+
+
+class ProgramEnded(msgspec.Struct, frozen=True):
+    """A retired program has ended: none of its requests is open, and no worker runs anything of it."""
+
+    program: int
+
+
 class LogWarning(msgspec.Struct, frozen=True):
     """Log a warning for the operator: one sentence."""
 
@@ -235,6 +285,8 @@ Command = (
     | ShareArena
     | KillWorker
     | ForgetArena
+    | OpenIngress
+    | ProgramEnded
     | LogWarning
     | LogDeath
 )

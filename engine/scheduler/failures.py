@@ -16,6 +16,7 @@ from weftline.engine.scheduler import (
     host_copies,
     kv_sharing,
     lost_devices,
+    programs,
     request_table,
     task_table,
     workers,
@@ -24,7 +25,7 @@ from weftline.engine.scheduler.death_report import DeathReport, cause_of
 from weftline.engine.scheduler.device_work import Unfinished
 from weftline.engine.scheduler.lost_devices import LostDevice, dependent_workers, lost_with
 from weftline.engine.scheduler.recovery import Verdict
-from weftline.engine.scheduler.request import Task, record_timings
+from weftline.engine.scheduler.request import Request, Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch, WorkerState
@@ -64,6 +65,8 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
             task_table.enqueue(state, task)
         else:
             task_table.end(state, task)
+    if not worker.spared:
+        programs.note_death(state, in_hand)
     report.requests = [task.request.id for task in in_hand if task.id in state.live]
     _retry_after_death(state, in_hand, why, worker.spared, report)
     for queue in state.queues_of[event.worker]:
@@ -78,9 +81,9 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
 
 def _report(state: SchedulerState, worker: WorkerState, event: ev.WorkerDied) -> DeathReport:
     """Return the report of a death, before it is handled."""
-    ran = {dispatch.unit.step for dispatch in worker.heads} | {task.unit.step for task in worker.streams.values()}
-    steps = sorted(ran or state.steps_of[event.worker])
-    name = ", ".join(state.steps[step].name for step in steps)
+    units = [*(dispatch.unit for dispatch in worker.heads), *(task.unit for task in worker.streams.values())]
+    steps = sorted({unit.deployment for unit in units} or state.steps_of[event.worker])
+    name = ", ".join(state.deployments[step].name for step in steps)
     how = worker.failed or worker.why or event.how
     return DeathReport(worker.name, name, how, cause_of(worker, event), worker.state, last=event.last)
 
@@ -117,7 +120,7 @@ def _fail_dependents(state: SchedulerState, what: LostDevice, why: str) -> None:
         gathered = [value for gather in request.gathers.values() for row in gather.outputs for value in row]
         gone = next(filter(what.has, [*request.values.values(), *gathered]), None)
         if gone is not None:
-            request_table.end(state, request, "fail", "WorkerDied", *_lost_message(state, what, gone, why))
+            request_table.end(state, request, "fail", "WorkerDied", *_lost_message(request, what, gone, why))
             continue
         request_table.replace_lost_values(state, request, what.remaining)
         for task in list(request.tasks.values()):
@@ -126,15 +129,15 @@ def _fail_dependents(state: SchedulerState, what: LostDevice, why: str) -> None:
                 task.inputs = tuple(map(what.remaining, task.inputs))
             elif task.id in state.live:  # else one before it has ended it
                 task_table.drop(state, task)
-                graph.failed(state, request, task.place, "WorkerDied", *_lost_message(state, what, gone, why))
+                graph.failed(state, request, task.place, "WorkerDied", *_lost_message(request, what, gone, why))
 
 
-def _lost_message(state: SchedulerState, what: LostDevice, gone: Value, why: str) -> tuple[str, str]:
-    """Return the error text for a lost value, and the step that produced it."""
-    step = what.step(gone)
-    if step < 0:
+def _lost_message(request: Request, what: LostDevice, gone: Value, why: str) -> tuple[str, str]:
+    """Return the error text for a lost value of a request, and the step that produced it."""
+    step = what.step(gone, request.id)
+    if not step:
         return f"a device tensor was lost when its worker died ({why})", ""
-    return f"the worker died ({why}) before its work on the device was finished", state.steps[step].name
+    return f"the worker died ({why}) before its work on the device was finished", step
 
 
 def _retry_after_death(
@@ -150,7 +153,7 @@ def _retry_after_death(
         task.worker = -1
     kinds: dict[tuple[int, int], list[Task]] = {}
     for task in live:
-        kinds.setdefault((task.unit.step, task.unit.chain), []).append(task)
+        kinds.setdefault((task.unit.deployment, task.unit.chain), []).append(task)
     for (index, _), tasks in kinds.items():
         tasks = [task for task in tasks if task.id in state.live]  # one that failed may have ended others
         verdict = _verdict(state, tasks, why, spared)
@@ -163,18 +166,19 @@ def _retry_after_death(
         report.failed += len(verdict.failed)
         report.quarantined += len(verdict.kept_out)
         for group in verdict.groups:
-            state.counters.retried += len(group)
+            for task in group:
+                task.request.program.counters.retried += 1
             if spared:
                 task_table.enqueue(state, group[0])
             else:
                 queue.suspects.append(group)
-        for step, _ in verdict.kept_out:
-            state.counters.quarantined += 1
+        for step, _, program in verdict.kept_out:
+            program.counters.quarantined += 1
             send_quarantine(state, step)
         for task, message in verdict.failed:
             if task_table.forget(state, task):
                 task_table.end(state, task)
-                graph.failed(state, task.request, task.place, "WorkerDied", message, queue.name)
+                graph.failed(state, task.request, task.place, "WorkerDied", message, task.unit.head.name)
 
 
 def _verdict(state: SchedulerState, tasks: Sequence[Task], why: str, spared: bool) -> Verdict:
@@ -200,11 +204,11 @@ def _lose_sequences(state: SchedulerState, queue: StepQueue, worker_id: int, why
         if request.sequence is not None and request.sequence.id in lost and queue.index not in request.reached:
             request.reached.add(queue.index)
             request.lost.add(queue.index)
-    for task in [t for t in state.live.values() if t.unit.step == queue.index]:
+    for task in [t for t in state.live.values() if t.unit.deployment == queue.index]:
         if task.request.sequence is not None and task.request.sequence.id in lost and task.id in state.live:
             queue.discard(task)
             if task_table.forget(state, task):
                 task_table.end(state, task)
                 reason = f"the state of the sequence was lost when its worker died ({why}); start the sequence again"
-                graph.failed(state, task.request, task.place, "WorkerDied", reason, queue.name)
+                graph.failed(state, task.request, task.place, "WorkerDied", reason, task.unit.head.name)
     return len(lost)

@@ -171,7 +171,7 @@ def failed(
 ) -> None:
     """Handle a unit that failed for good: call its fallback, or fail the request."""
     _abandon_unit(state, request, place)
-    if state.steps[request.route.units[place].steps[-1]].absent_on_failure:
+    if request.route.units[place].stages[-1].planned.absent_on_failure:
         _produce_absent(state, request, place)
         if request.stream_inputs:
             streams.on_unit_over(state, request, place)
@@ -242,10 +242,10 @@ def _should_run(state: SchedulerState, request: Request, place: int, unit: Unit)
 
 
 def _skip(state: SchedulerState, request: Request, place: int) -> None:
-    name = state.steps[request.route.units[place].step].name
+    name = request.route.units[place].head.name
     request.timings.append(StepTiming(name, 0.0, 0.0, 0, started_ms=state.now_ms, outcome="skipped"))
     called = request.active_fallbacks.get(place)
-    if called is not None and state.steps[request.route.units[place].step].absent_on_failure:
+    if called is not None and request.route.units[place].head.planned.absent_on_failure:
         settle(state, request, place)
         _produce_absent(state, request, place)
         return
@@ -261,7 +261,7 @@ def _skip(state: SchedulerState, request: Request, place: int) -> None:
 
 def _fail_unit(state: SchedulerState, request: Request, place: int, message: str) -> None:
     settle(state, request, place)
-    step = state.steps[request.route.units[place].step].name
+    step = request.route.units[place].head.name
     failed(state, request, place, "StepError", message, step)
 
 
@@ -294,7 +294,7 @@ def _switch(state: SchedulerState, request: Request, place: int, unit: Unit, val
     if values[0] is None:
         return UNDECIDED
     try:
-        at = chosen_case(state.steps[unit.step], values[0])
+        at = chosen_case(unit.head.planned, values[0])
     except ValueError as error:
         _fail_unit(state, request, place, f"its input cannot be evaluated: {error}")
         return UNDECIDED
@@ -327,7 +327,7 @@ def _map_items(state: SchedulerState, request: Request, place: int, unit: Unit) 
         found = "no list" if -1 in lengths else f"lists of {', '.join(map(str, sorted(lengths)))} items"
         _fail_unit(state, request, place, f"map: found {found}, expected lists of equal length")
         return
-    most = state.plan.limits.map_items_max
+    most = request.program.plan.limits.map_items_max
     if count > most:
         _fail_unit(state, request, place, f"map: found {count} items; limits.map_items_max is {most}")
         return

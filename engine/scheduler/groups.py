@@ -25,13 +25,15 @@ from weftline.pipelines.placement.plan import Plan
 class OrderedGroup:
     """Rows that came together.
 
-    held:    tasks that wait for the others, by step and id.
-    running: tasks that are alive and not held.
+    ancestors: as returned by the function of this name, for the plan of the rows' program.
+    held:      tasks that wait for the others, by step and id.
+    running:   tasks that are alive and not held.
     """
 
-    __slots__ = ("held", "running")
+    __slots__ = ("ancestors", "held", "running")
 
-    def __init__(self) -> None:
+    def __init__(self, ancestors: Sequence[frozenset[int]]) -> None:
+        self.ancestors = ancestors
         self.held: dict[int, dict[int, Task]] = {}
         self.running = 0
 
@@ -39,7 +41,7 @@ class OrderedGroup:
 def hold_task(state: SchedulerState, group: OrderedGroup, task: Task) -> bool:
     """Register a task of a group that has begun; return True when it is held back and must not be queued."""
     state.changed_groups[group] = None
-    if not state.group_holds[task.unit.step]:
+    if not task.request.program.group_holds[task.unit.step]:
         group.running += 1
         return False
     group.held.setdefault(task.unit.step, {})[task.id] = task
@@ -70,7 +72,7 @@ def release(state: SchedulerState) -> None:
     for group in moved:
         if group.running or not group.held:
             continue
-        step = next(step for step in sorted(group.held) if not state.group_ancestors[step].intersection(group.held))
+        step = next(step for step in sorted(group.held) if not group.ancestors[step].intersection(group.held))
         _release_step(state, group, step)
 
 
@@ -88,7 +90,7 @@ def _release_step(state: SchedulerState, group: OrderedGroup, step: int) -> None
     if not group.held:
         del state.holding_groups[group]
     group.running += len(tasks)
-    task_table.queue_group(state, step, tasks)
+    task_table.queue_group(state, tasks)
 
 
 def ancestors(plan: Plan) -> Sequence[frozenset[int]]:

@@ -59,7 +59,7 @@ def retry_with_copy(state: SchedulerState, worker_id: int, task: Task) -> bool:
     worker = state.workers[worker_id]
     if not worker.cannot_import or not unreadable(worker, task.inputs) or task.streamed:
         return False
-    if task.unit.chain and not all(state.queues[step].step.idempotent for step in task.unit.steps):
+    if task.unit.chain and not all(stage.planned.idempotent for stage in task.unit.stages):
         return False
     task.worker = -1
     _request_copy(state, worker, task)
@@ -148,8 +148,7 @@ def _replace(state: SchedulerState, task: Task, by_place: dict[Place, Value]) ->
 
 
 def _fail(state: SchedulerState, task: Task, error: str, reason: str) -> None:
-    name = state.queues[task.unit.step].name
-    task_table.fail(state, task, error, reason, name)
+    task_table.fail(state, task, error, reason, task.unit.head.name)
 
 
 def unreadable(worker: WorkerState, inputs: Sequence[Value]) -> list[Value]:

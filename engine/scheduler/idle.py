@@ -1,9 +1,10 @@
 """Put idle steps to sleep to free device memory, and wake them on demand.
 
-A step with `idle` sleeps when it had no work for `after_s`: none waits, none runs, and no open request will certainly
-need the step. All of its instances sleep and wake together. Steps that are chained inside a worker count as used
-together. With `keep: nothing` a worker whose steps are all idle is closed, and its process ends. While an instance is
-ready its step is checked again `after_s` after it was last used or checked.
+A step here is a deployment (programs.py): it is idle when no program has work for it. A step with `idle` sleeps when
+it had no work for `after_s`: none waits, none runs, and no open request will certainly need the step. All of its
+instances sleep and wake together. Steps that are chained inside a worker count as used together. With `keep: nothing`
+a worker whose steps are all idle is closed, and its process ends. While an instance is ready its step is checked again
+`after_s` after it was last used or checked.
 
 A task for a sleeping step wakes it and waits. So does a request that will certainly need it, when it is admitted, so
 that its steps wake at the same time. A task that arrives while the step falls asleep wakes it afterwards. All of this
@@ -106,13 +107,15 @@ def step_state(state: SchedulerState, step: int) -> str:
 
 def asleep_steps(state: SchedulerState) -> tuple[str, ...]:
     """Return the names of the steps of which no instance is awake."""
-    return tuple(state.steps[step].name for step in sorted(state.sleep.resting) if step_state(state, step) != AWAKE)
+    return tuple(
+        state.deployments[step].name for step in sorted(state.sleep.resting) if step_state(state, step) != AWAKE
+    )
 
 
 def stats(state: SchedulerState) -> Mapping[str, Any]:
     """Return for each step that may sleep: its state, how often it slept and woke, and the last figures."""
     return {
-        state.steps[step].name: {
+        state.deployments[step].name: {
             "state": step_state(state, step),
             "slept": record.slept,
             "woken": record.woken,
@@ -124,7 +127,7 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
 
 
 def _instances(state: SchedulerState, step: int) -> list[WorkerState]:
-    return [state.workers[worker_id] for worker_id in state.steps[step].workers]
+    return [state.workers[worker_id] for worker_id in state.deployments[step].workers]
 
 
 def _is_up(worker: WorkerState, step: int) -> bool:
@@ -164,7 +167,7 @@ def mark_used(state: SchedulerState, step: int) -> None:
 
 def mark_expected(state: SchedulerState, route: Route) -> None:
     """Wake the resting steps that an admitted request will certainly need."""
-    for step in route.required_steps:
+    for step in route.required:
         if step in state.sleep.policies:
             mark_used(state, step)
             if step in state.sleep.resting:
@@ -302,19 +305,19 @@ def _idle_ms(state: SchedulerState, step: int) -> float:
 def _busy(state: SchedulerState, step: int) -> bool:
     """Return True if a step, or one chained to it, has work or is certainly needed by an open request."""
     together = frozenset(state.queues[step].together)
-    if any(not together.isdisjoint(task.unit.steps) for task in state.live.values()):
+    if any(not together.isdisjoint(task.unit.deployments) for task in state.live.values()):
         return True
     for worker_id in state.queues[step].workers:  # it may still run cancelled tasks
         worker = state.workers[worker_id]
         held = (*(dispatch.unit for dispatch in worker.running), *(task.unit for task in worker.streams.values()))
-        if worker.unfinished or any(not together.isdisjoint(unit.steps) for unit in held):
+        if worker.unfinished or any(not together.isdisjoint(unit.deployments) for unit in held):
             return True
     return any(
         request.missing[place] > 0
         for request in state.requests.values()
-        if not together.isdisjoint(request.route.required_steps)
+        if not together.isdisjoint(request.route.required)
         for place, unit in enumerate(request.route.units)
-        if not together.isdisjoint(unit.steps)
+        if not together.isdisjoint(unit.deployments)
     )
 
 

@@ -24,7 +24,6 @@ Presence = bool | None
 
 def known_path(
     route: Route,
-    steps: Sequence[PlannedStep],
     values: Mapping[int, Value],
     missing: Sequence[int] = (),
     called: Container[int] = (),
@@ -53,7 +52,7 @@ def known_path(
             runs = _runs(unit, values, [presence(slot) for slot in unit.slots])
         gives = runs
         if unit.control and runs:
-            gives = _chosen(unit, steps[unit.step], values, [presence(slot) for slot in unit.slots])
+            gives = _chosen(unit, unit.head.planned, values, [presence(slot) for slot in unit.slots])
         if gives and route.absent_on_failure[place]:
             gives = None
         lists = [values.get(unit.slots[at]) for at in unit.mapped]

@@ -150,5 +150,5 @@ def _decide(state: SchedulerState, device: str) -> None:
 
 def _name(state: SchedulerState, part: Part) -> str:
     """Return the step's name, with its worker's where that is another."""
-    step, name = state.steps[part[1]].name, state.plan.workers[part[0]].name
+    step, name = state.deployments[part[1]].name, state.deployed.workers[part[0]].name
     return step if step == name else f"{step} in {name}"

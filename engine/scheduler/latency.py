@@ -5,12 +5,16 @@ and beyond them it extrapolates along the non-negative line `fixed_ms + item_ms 
 barely changes it; a lasting change is followed within about ten calls. After FRESH_MS without a call all averages are
 only seeds, which the next calls replace: what a step took before may no longer be true. Times are in milliseconds and
 are arguments.
+
+A deployment has a model of all its calls, by which batches close. Where several steps use it, each has one of the calls
+with items of its own, by which its requests are estimated and refused.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 FRESH_MS = 10_000.0
@@ -270,6 +274,27 @@ class ShortestLatency(Latency):
 
     def run_ms(self, items: int) -> float:
         return self._shortest_ms
+
+
+class LeastLatency(Latency):
+    """The latency of items of several steps: the least that one of them expects. Read only."""
+
+    def __init__(self, of: Sequence[Latency]) -> None:
+        super().__init__()
+        self._of = of
+
+    def fresh(self, now_ms: float) -> bool:
+        """Return True if work of every step may be refused by recent measurements."""
+        return all(one.fresh(now_ms) for one in self._of)
+
+    def run_ms(self, items: int) -> float:
+        return min(one.run_ms(items) for one in self._of)
+
+    def likely_ms(self, items: int) -> float:
+        return min(one.likely_ms(items) for one in self._of)
+
+    def shortest_ms(self, items: int) -> float:
+        return min(one.shortest_ms(items) for one in self._of)
 
 
 def _bucket(items: int) -> int:

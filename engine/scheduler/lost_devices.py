@@ -35,12 +35,12 @@ HANDLE = "handle"
 class LostDevice:
     """Device memory and events lost with a worker.
 
-    step_of: by event that will never fire, the step whose work it marks, as an index in the plan.
+    step_of: by event that will never fire, the names of the steps whose work it marks, by request.
     arena:   its device arena, 0 for none.
     gone:    the memory of the arena is freed too.
     """
 
-    step_of: dict[Key, int]
+    step_of: dict[Key, dict[int, str]]
     arena: int = 0
     gone: bool = False
 
@@ -57,12 +57,9 @@ class LostDevice:
             return True
         return self.gone and value.device_place is not None and value.device_place.arena == self.arena
 
-    def step(self, value: Value) -> int:
-        """Return the step that produced the lost part of a value; -1 if unknown."""
-        for key in value.keys:
-            if key in self.step_of:
-                return self.step_of[key]
-        return -1
+    def step(self, value: Value, request: int) -> str:
+        """Return the name of the request's step that produced the lost part of a value; '' if unknown."""
+        return next((self.step_of[key].get(request, "") for key in value.keys if key in self.step_of), "")
 
     def remaining(self, value: Value) -> Value:
         """Return a value without its lost parts; the same value if none is lost.
@@ -117,7 +114,8 @@ def remaining(state: SchedulerState, value: Value) -> Value:
 
 def lost_with(unfinished: Iterable[Unfinished], device_arena: int, share_mode: str) -> LostDevice:
     """Return the LostDevice of a worker with this unfinished work on its device."""
-    return LostDevice({one.ready: one.unit.steps[-1] for one in unfinished}, device_arena, share_mode == HANDLE)
+    step_of = {one.ready: {task.request.id: task.unit.stages[-1].name for task in one.tasks} for one in unfinished}
+    return LostDevice(step_of, device_arena, share_mode == HANDLE)
 
 
 def dependent_workers(

@@ -49,7 +49,7 @@ def fault(state: SchedulerState, worker_id: int, message: msg.FromWorker) -> str
 
 
 def _hello(state: SchedulerState, worker_id: int, message: msg.Hello) -> str:
-    most = align_up(state.plan.workers[worker_id].arena_bytes, PAGE_BYTES)
+    most = align_up(state.deployed.workers[worker_id].arena_bytes, PAGE_BYTES)
     return "" if 0 < message.arena_bytes <= most else f"its arena has {message.arena_bytes} bytes, planned are {most}"
 
 
@@ -99,7 +99,7 @@ def _suspected(state: SchedulerState, worker_id: int, message: msg.Suspected) ->
 def _output_chunks(state: SchedulerState, worker_id: int, message: msg.OutputChunks) -> str:
     for piece in message.pieces:
         task = state.workers[worker_id].streams.get(piece.item)
-        if task is None or task.unit.step != message.step:
+        if task is None or task.unit.deployment != message.step:
             continue
         ports = len(task.unit.returns)
         if any(port >= ports for port in piece.outputs) or (piece.failure is not None and piece.failure.stage):
@@ -107,7 +107,7 @@ def _output_chunks(state: SchedulerState, worker_id: int, message: msg.OutputChu
         if piece.failure is not None and not piece.last:
             return "it sent a failure before the last chunk of an item"
         for port, value in piece.outputs.items() if not piece.last else ():
-            type = state.routes.types[task.unit.returns[port]]
+            type = task.unit.types[port]
             if type is not None and not _fits(value, type, chunk=True):
                 return f"it sent a chunk that is no {type}"
     return ""
@@ -152,15 +152,14 @@ def failure_fault(unit: Unit, failure: msg.Failure) -> str:
     return f"it returned a failure of a stage that is not among the {stages} of its dispatch"
 
 
-def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -> str:
+def outputs_fault(unit: Unit, outputs: Sequence[Value]) -> str:
     """Return which output of an item does not match its port; '' for none. Leases: `foreign`."""
     if len(outputs) != len(unit.returns):
         return f"it returned {len(outputs)} outputs, and its step has {len(unit.returns)}"
-    forms = state.routes.forms
-    for slot, value in zip(unit.returns, outputs):
-        seen, data = forms[slot], value.data
-        if seen is None:
+    for type, seen, value in zip(unit.types, unit.forms, outputs):
+        if type is None or seen is None:
             continue
+        data = value.data
         form = None
         if (
             data is not None
@@ -173,8 +172,7 @@ def outputs_fault(state: SchedulerState, unit: Unit, outputs: Sequence[Value]) -
             form = value.kind, value.dtype, value.shape, 0 if value.kind in BYTES_KINDS else len(data)
             if form in seen:
                 continue
-        type = state.routes.types[slot]
-        if type is not None and not _fits(value, type):
+        if not _fits(value, type):
             return f"it returned {_shown(value)} for an output of type {type}"
         if form is not None and len(value.shape) <= DIMS_KEPT:
             _keep_form(seen, form)

@@ -8,18 +8,20 @@ digest is quarantined. Work that must not run twice fails at once.
 A worker is also killed when it waits on the device for one that died. The tasks of such a worker are not suspects. They
 run again in isolation. Pure: the callers restart workers and queue tasks.
 
-Quarantine: each step keeps the SHA-256 digests of items that killed their worker, at most DIGESTS_MAX, each for one
-hour. Workers compare the digests; see engine/worker.
+Quarantine: each deployment keeps the SHA-256 digests of items that killed their worker, at most DIGESTS_MAX, each for
+one hour. Workers compare the digests; see engine/worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weftline.engine.scheduler.request import Task
-from weftline.engine.token_bucket import RetryBudget
-from weftline.pipelines.placement.plan import Plan
+
+if TYPE_CHECKING:
+    from weftline.engine.scheduler.programs import Program
 
 DIGESTS_MAX = 256
 """Most digests of a step; the oldest is dropped first."""
@@ -29,7 +31,7 @@ KEPT_MS = 3_600_000.0
 
 
 class Quarantine:
-    """Quarantined digests by step, oldest first."""
+    """Quarantined digests by deployment (`step`, as in messages), oldest first."""
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[bytes, float]] = {}  # step -> digest -> expiry, in rising order
@@ -78,20 +80,18 @@ class Verdict:
 
     groups:   tasks to run again, each group in isolation.
     failed:   tasks that failed, with the message.
-    kept_out: (step, digest) pairs to quarantine.
+    kept_out: (deployment, digest, program that had the item) to quarantine.
     """
 
     groups: list[list[Task]] = field(default_factory=list)
     failed: list[tuple[Task, str]] = field(default_factory=list)
-    kept_out: list[tuple[int, bytes]] = field(default_factory=list)
+    kept_out: list[tuple[int, bytes, Program]] = field(default_factory=list)
 
 
 class Recovery:
-    """Retry decisions of a pipeline. Pure; owned by the scheduler."""
+    """Retry decisions, each within the retry budget of the task's program. Pure; owned by the scheduler."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._steps = plan.steps
-        self.budget = RetryBudget(plan.limits.retry_share)
+    def __init__(self) -> None:
         self.quarantine = Quarantine()
 
     def after_death(self, tasks: Sequence[Task], why: str, now_ms: float) -> Verdict:
@@ -111,9 +111,9 @@ class Recovery:
                 verdict.failed.append(
                     (task, f"{task.deaths} workers died while running this item ({why}); it is not retried")
                 )
-                if task.digest and self.quarantine.add(task.unit.step, task.digest, now_ms):
-                    verdict.kept_out.append((task.unit.step, task.digest))
-            elif self.budget.try_take():
+                if task.digest and self.quarantine.add(task.unit.deployment, task.digest, now_ms):
+                    verdict.kept_out.append((task.unit.deployment, task.digest, task.request.program))
+            elif task.request.program.retries.try_take():
                 again.append(task)
             else:
                 verdict.failed.append(
@@ -145,12 +145,12 @@ class Recovery:
 
     def _once(self, task: Task) -> bool:
         """Return True if a task must not run twice."""
-        sequence = self._steps[task.unit.step].sequence
-        return task.streamed or sequence is not None or not all(self._steps[s].idempotent for s in task.unit.steps)
+        sequence = task.unit.head.planned.sequence
+        return task.streamed or sequence is not None or not all(one.planned.idempotent for one in task.unit.stages)
 
     def may_retry(self, task: Task, timed_out: bool) -> bool:
         """Return True if the step's `retry:` allows another attempt of a task that failed or timed out."""
-        step = self._steps[task.unit.step]
+        step = task.unit.head.planned
         retry = step.retry
         if retry is None or task.attempts > retry.attempts + task.deaths + task.spared:
             return False
@@ -164,11 +164,11 @@ class Recovery:
         at_work: a worker may still be running it. A step that is not idempotent is then not retried. An item of a
                  sequence that timed out is not retried either, because the items behind it have already started.
         """
-        step = self._steps[task.unit.step]
+        step = task.unit.head.planned
         retry = step.retry
         if retry is None or error not in TRIED_AGAIN or not self.may_retry(task, timed_out):
             return None
-        if (at_work and not step.idempotent) or not self.budget.try_take():
+        if (at_work and not step.idempotent) or not task.request.program.retries.try_take():
             return None
         wait_ms = retry.wait_ms * 2 ** max(0, task.attempts - 1 - task.deaths - task.spared)
         task.attempts += 1

@@ -24,6 +24,7 @@ from weftline.shm.block import Key
 
 if TYPE_CHECKING:
     from weftline.engine.scheduler.groups import OrderedGroup
+    from weftline.engine.scheduler.programs import Program
     from weftline.engine.scheduler.routes import Route, Unit
     from weftline.engine.scheduler.state import SchedulerState
 
@@ -167,7 +168,7 @@ class ActiveFallback:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """An admitted request.
+    """An admitted request of a program.
 
     values:           values that were produced and still have readers, by slot.
     tickets:          number of readers of each value that are still to come, by slot.
@@ -177,8 +178,8 @@ class Request:
     active_fallbacks: fallbacks that were called, by unit.
     stream_inputs:    inputs that come in chunks, by the unit that receives them.
     stalled:          its caller reads slowly, and its streams are paused.
-    reached:          of a sequence, the steps with memory that got a task for it, or lost the sequence.
-    lost:             of a sequence, the steps with memory that lost it before they got a task for it.
+    reached:          of a sequence, the deployments with memory that got a task for it, or lost the sequence.
+    lost:             of a sequence, the deployments with memory that lost it before they got a task for it.
     job, seed, caller: as in Submitted.
     group:            the ordered group that it belongs to, and `row` its position there; None: its batches form freely.
     called_ms:        time of the call; latency counts from it.
@@ -186,6 +187,7 @@ class Request:
     """
 
     id: int
+    program: Program
     route: Route
     admitted_ms: float
     deadline_ms: float | None
@@ -240,8 +242,8 @@ def record_timings(state: SchedulerState, task: Task, outcome: str, ran: Sequenc
     The first stage is charged with all messages; the time that an item waited although its worker was free counts as
     waiting for company.
     """
-    now_ms, steps = state.now_ms, state.steps
-    timings, first = task.request.timings, steps[task.unit.step].name
+    now_ms, stages = state.now_ms, task.unit.stages
+    timings, first = task.request.timings, stages[0].name
     if task.worker < 0 or not ran:
         worker_id = state.workers[task.worker].name if task.worker >= 0 else ""
         started = task.started_ms if task.worker >= 0 else now_ms
@@ -273,7 +275,7 @@ def record_timings(state: SchedulerState, task: Task, outcome: str, ran: Sequenc
         run_ms = one.run_ms
         timings.append(
             StepTiming(
-                steps[task.unit.steps[stage]].name, 0.0, run_ms, _batch(one), 0.0, run_ms, worker.name, started,
+                stages[stage].name, 0.0, run_ms, _batch(one), 0.0, run_ms, worker.name, started,
                 task.attempts, task.element, outcome if stage == len(ran) - 1 else "ok",
             )
         )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler import events as ev
@@ -19,6 +20,9 @@ from weftline.engine.scheduler.request import OPEN, Request, passed_before
 from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.shm.block import Block, Key
+
+if TYPE_CHECKING:
+    from weftline.engine.scheduler.programs import Program
 
 STALE_DEADLINES_MAX = 1024
 """The heap is rebuilt when deadlines of ended requests exceed those of open ones by more than this."""
@@ -30,6 +34,7 @@ STALE_DEADLINES_MAX = 1024
 def admit(
     state: SchedulerState,
     event: ev.Submitted,
+    program: Program,
     route: Route,
     size: int,
     path: bytes | None = None,
@@ -41,10 +46,10 @@ def admit(
     size: their bytes.
     path: the units that it is known to run; None without a deadline.
     """
-    state.admission.enter(size, event.job)
-    state.counters.admitted += 1
+    program.admission.enter(size, event.job)
+    program.counters.admitted += 1
     request = Request(
-        event.request, route, state.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
+        event.request, program, route, state.now_ms, event.deadline_ms, size, list(route.missing), event.priority,
         event.sequence, event.pieces, job=event.job, seed=event.seed, caller=event.caller, group=group, row=row,
         called_ms=state.now_ms if event.called_ms is None else event.called_ms, path=path,
     )  # fmt: skip
@@ -57,7 +62,7 @@ def admit(
     for place in route.entries:
         if not request.missing[place]:
             graph.start_unit(state, request, place)
-    slots = state.routes.input_slot
+    slots = program.routes.input_slot
     for name, value in event.inputs.items():
         graph.produce(state, request, slots[name], value)
     if request.path is not path and request.state == OPEN:  # it changed before all inputs were there
@@ -78,7 +83,7 @@ def end(
     if request.state != OPEN:
         return
     request.move(event)
-    counters = state.counters
+    counters = request.program.counters
     setattr(counters, request.state, getattr(counters, request.state) + 1)
     task_table.drop_all_of(state, request)
     for slot, value in request.values.items():
@@ -108,25 +113,25 @@ def expire(state: SchedulerState) -> None:
         request = state.requests.get(request_id)
         if request is not None:
             after_ms = state.now_ms - request.admitted_ms
-            left = ", ".join(unfinished(state, request)) or "none"
+            left = ", ".join(unfinished(request)) or "none"
             reason = f"the deadline passed after {after_ms:.0f} ms; unfinished steps: {left}"
             if deadline_ms <= request.admitted_ms:
                 reason = passed_before(request.admitted_ms - deadline_ms)
             end(state, request, "expire", "DeadlineExceeded", reason)
 
 
-def unfinished(state: SchedulerState, request: Request) -> list[str]:
+def unfinished(request: Request) -> list[str]:
     """Return the names of the steps that a request still waits for, except fallbacks that were not called."""
     called, waits_for = (-1, *request.active_fallbacks), request.route.waits_for
     return [
-        state.steps[step].name
+        stage.name
         for place, unit in enumerate(request.route.units)
-        if (request.missing[place] >= 0 and waits_for.get(place, -1) in called) or _has_task(state, request, place)
-        for step in unit.steps
+        if (request.missing[place] >= 0 and waits_for.get(place, -1) in called) or _has_task(request, place)
+        for stage in unit.stages
     ]
 
 
-def _has_task(state: SchedulerState, request: Request, place: int) -> bool:
+def _has_task(request: Request, place: int) -> bool:
     return any(task.place == place for task in request.tasks.values())
 
 
@@ -205,9 +210,10 @@ def _release_rest(state: SchedulerState, value: Value, left: Value, tickets: int
 def complete(state: SchedulerState, request: Request) -> None:
     """Finish a request: all its outputs are produced."""
     request.move("complete")
-    state.counters.ok += 1
+    program = request.program
+    program.counters.ok += 1
     if not request.job:
-        state.objective.add(state.now_ms - request.called_ms)
+        program.objective.add(state.now_ms - request.called_ms)
     owed: list[Key] = []
     for value in request.outputs.values():
         if value.data is None:
@@ -235,5 +241,5 @@ def _close(state: SchedulerState, request: Request) -> None:
     request.values.clear()
     request.tickets.clear()
     request.stream_inputs.clear()
-    state.admission.leave(request.size_bytes, state.now_ms, request.job)
+    request.program.admission.leave(request.size_bytes, state.now_ms, request.job)
     del state.requests[request.id]

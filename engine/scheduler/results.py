@@ -154,9 +154,9 @@ def _on_buffer_request(state: SchedulerState, worker_id: int, message: msg.Buffe
     waits.needs, waits.device_needs = message.sizes, message.device_sizes
     state.buffers_requested = True
     if isinstance(waits, Dispatch):
-        state.queues[waits.unit.step].in_place = True
+        state.queues[waits.unit.deployment].in_place = True
     elif worker.running and not worker.threads:
-        state.queues[worker.running[0].unit.step].in_place = True
+        state.queues[worker.running[0].unit.deployment].in_place = True
 
 
 def _on_suspected(state: SchedulerState, worker_id: int, message: msg.Suspected) -> None:
@@ -192,7 +192,7 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
         device_messages.keep_unfinished(state, worker_id, dispatch)
     worker.running.remove(dispatch)
     now_ms, unit = state.now_ms, dispatch.unit
-    queue = state.queues[unit.step]
+    queue = state.queues[unit.deployment]
     _learn(state, queue, dispatch, message)
     state.counters.copied_bytes += message.copied_bytes
     state.counters.device_moved_bytes += message.device_moved_bytes
@@ -207,7 +207,7 @@ def _on_batch_done(state: SchedulerState, worker_id: int, message: msg.BatchDone
     worker.granted.clear()
     worker.free_ms = now_ms
     if worker.running:
-        for then in worker.on_thread(unit.step)[:1]:  # its thread starts the next dispatch
+        for then in worker.on_thread(unit.deployment)[:1]:  # its thread starts the next dispatch
             then.started_ms = now_ms
             for task in then.tasks:
                 task.started_ms = now_ms
@@ -243,7 +243,7 @@ def _learn(state: SchedulerState, queue: StepQueue, dispatch: Dispatch, message:
         run_ms += one.run_ms
     run_ms /= batches
     items = -(-ran[0].items // batches)
-    queue.learn(items, run_ms, state.now_ms, (state.now_ms - dispatch.started_ms) / batches)
+    queue.learn(dispatch.tasks, items, run_ms, state.now_ms, (state.now_ms - dispatch.started_ms) / batches)
     if queue.went_well(items):
         state.out.append(
             ev.LogWarning(
@@ -262,7 +262,7 @@ def _on_output_chunks(state: SchedulerState, worker_id: int, message: msg.Output
     state.counters.copied_bytes += message.copied_bytes
     for piece in message.pieces:
         task = worker.streams.get(piece.item)
-        if task is None or task.unit.step != message.step:
+        if task is None or task.unit.deployment != message.step:
             state.counters.stale += 1
             continue
         if not piece.last:
@@ -283,7 +283,7 @@ def _on_output_chunks(state: SchedulerState, worker_id: int, message: msg.Output
                 since_ms = (
                     task.started_ms if task.stream_input is None else max(task.started_ms, task.stream_input.whole_ms)
                 )
-                queue.learn(1, state.now_ms - since_ms, state.now_ms)  # without the wait for its source
+                queue.learn((task,), 1, state.now_ms - since_ms, state.now_ms)  # without the wait for its source
             ran = (msg.StepRun(run_ms, 1, beside),)
             _on_result(state, worker_id, queue, task, result, ran, worker.granted)
         else:
@@ -315,7 +315,7 @@ def _on_chunk_read(state: SchedulerState, worker_id: int, message: msg.ChunkRead
     worker.stream_active_ms = state.now_ms
     for item in message.items:
         task = worker.streams.get(item)
-        if task is not None and task.unit.step == message.step:
+        if task is not None and task.unit.deployment == message.step:
             streams.on_chunk_read(state, task)
         else:
             state.counters.stale += 1
@@ -335,16 +335,16 @@ def _on_result(
         wrong = message_check.failure_fault(task.unit, result)
         if wrong:
             workers.kill(state, worker_id, wrong)
-            task_table.fail(state, task, "WorkerDied", wrong, queue.name)
+            task_table.fail(state, task, "WorkerDied", wrong, task.unit.head.name)
             return
         if host_copies.retry_with_copy(state, worker_id, task):
             return
-        name = state.steps[task.unit.steps[result.stage]].name
+        name = task.unit.stages[result.stage].name
         record_timings(state, task, "failed", ran[: result.stage + 1])
         task_table.fail(state, task, result.error, result.message, name, traceback=result.traceback, param=result.param)
         return
     outputs = result.outputs
-    wrong = message_check.outputs_fault(state, task.unit, outputs)
+    wrong = message_check.outputs_fault(task.unit, outputs)
     for value in outputs if not wrong else ():
         if value.data is None:
             held = request_table.holds_all(state, outputs)
@@ -353,12 +353,12 @@ def _on_result(
             break
     if wrong:
         workers.kill(state, worker_id, wrong)
-        task_table.fail(state, task, "WorkerDied", wrong, queue.name)
+        task_table.fail(state, task, "WorkerDied", wrong, task.unit.head.name)
         return
     if state.lost_devices:  # an output may refer to inputs lost with another worker
         if any(lost_devices.has(state, value) for value in outputs):
             task_table.fail(
-                state, task, "WorkerDied", "it passed on a tensor that was lost with a dead worker", queue.name
+                state, task, "WorkerDied", "it passed on a tensor that was lost with a dead worker", task.unit.head.name
             )
             return
         outputs = tuple(lost_devices.remaining(state, value) for value in outputs)

@@ -7,14 +7,17 @@ is computed once per choice of outputs and cached; steps that are not needed are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from itertools import count
 
 from weftline.engine.protocol.messages import Chain, Stage
+from weftline.engine.scheduler.latency import Latency, ShortestLatency
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
-from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.spec.condition import Condition
 from weftline.pipelines.spec.wire import Wire
 
@@ -26,13 +29,56 @@ ROUTES_MAX = 256
 chains, because every worker keeps the chains that were sent to it: their steps are dispatched one by one."""
 
 
+@dataclass(slots=True, eq=False)
+class ProgramStep:
+    """A step of a program, and what it alone has measured. Its policies are in `planned`, beside copies of some.
+
+    timeout_ms: infinite without one.
+    deployment: what runs it; -1 for a control.
+    latency:    run times of calls with its items: the deployment's own where no other step uses that.
+    batch_size: recent size of these calls, and when it was seen; see estimates.py.
+    """
+
+    planned: PlannedStep
+    name: str
+    timeout_ms: float
+    run_max_ms: float
+    deployment: int
+    latency: Latency
+    batch_size: tuple[float, float] = (1.0, -math.inf)
+
+
+def steps_over(plan: Plan, deployments: Sequence[int]) -> tuple[ProgramStep, ...]:
+    """Return the steps of a plan over the deployments that run them, without measurements."""
+    return tuple(
+        ProgramStep(
+            step,
+            step.name,
+            math.inf if step.timeout_ms is None else step.timeout_ms,
+            step.run_max_ms,
+            -1 if step.control else deployment,
+            ShortestLatency() if step.streams else Latency(),
+        )
+        for step, deployment in zip(plan.steps, deployments, strict=True)
+    )
+
+
+Form = tuple[str, str, tuple[int, ...], int]
+"""Kind, dtype, shape and size in bytes of an inline value."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
     """What is queued and dispatched as one: a step, or a chain of steps.
 
     chain:           0 for a step alone, else the chain's id.
-    step:            the step, or the chain's first; its queue is the unit's.
+    step:            the step, or the chain's first, as an index in the program's plan.
     steps:           all of them, in running order.
+    deployment:      that of `step`: its queue is the unit's, and messages to workers name it.
+    deployments:     of all steps.
+    head, stages:    `step` and `steps` themselves.
+    types:           the types of `returns`; None: any.
+    forms:           for each of them, forms of inline values that were found to fit (`message_check.outputs_fault`).
     slots:           the values sent to the worker, in the order of Item.inputs.
     required:        for each of `slots`, whether an absent value skips the unit.
     returns:         the values that come back, in the order of ItemResult.outputs.
@@ -48,9 +94,15 @@ class Unit:
     chain: int
     step: int
     steps: tuple[int, ...]
+    deployment: int
+    deployments: tuple[int, ...]
+    head: ProgramStep
+    stages: tuple[ProgramStep, ...]
     slots: tuple[int, ...]
     required: tuple[bool, ...]
     returns: tuple[int, ...]
+    types: tuple[PortType | None, ...]
+    forms: tuple[set[Form] | None, ...]
     condition_slots: tuple[int, ...] = ()
     when: Condition | None = None
     mapped: tuple[int, ...] = ()
@@ -91,7 +143,9 @@ class Route:
     next:           for each unit, the units that read its outputs; for a fallback also those of the unit it replaces.
     entries:        units that wait for pipeline inputs only.
     fallbacks:      by the unit that they replace.
+    deployments:    those of its steps.
     required_steps: steps that every such request needs: no condition, no fallback, not itself a fallback.
+    required:       their deployments.
     waits_for:      for each unit of a fallback's group, the fallback.
     order:          the units, each after those that read its outputs.
     deciding:       slots whose values decide which units run: read by conditions, switches and `map:`, or absent
@@ -110,31 +164,37 @@ class Route:
     entries: tuple[int, ...]
     fallbacks: dict[int, Fallback]
     waits_for: dict[int, int]
+    deployments: frozenset[int]
     required_steps: frozenset[int]
+    required: frozenset[int]
     outputs: tuple[str, ...]
     order: tuple[int, ...] = ()
     deciding: frozenset[int] = frozenset()
     absent_on_failure: tuple[bool, ...] = ()
     fixed_path: bytes | None = None
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        return tuple(sorted(step for unit in self.units for step in unit.steps))
-
-
-Form = tuple[str, str, tuple[int, ...], int]
-"""Kind, dtype, shape and size in bytes of an inline value."""
-
 
 class Routes:
     """Numbers a plan's values and computes the route for a choice of outputs.
 
-    types: port types of the steps' outputs by slot; None for inputs.
-    forms: for each of them, forms of inline values that were found to fit (`message_check.outputs_fault`).
+    steps:     the plan's, over their deployments; None: the first deployment is that of the first step, and so on.
+    chains:    the plan's chains that its deployments can run; None: all.
+    new_chain: returns an id that no other chain has.
+    types:     port types of the steps' outputs by slot; None for inputs.
+    forms:     as in Unit, by slot.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        steps: Sequence[ProgramStep] | None = None,
+        chains: Sequence[tuple[int, ...]] | None = None,
+        new_chain: Callable[[], int] | None = None,
+    ) -> None:
         self._plan = plan
+        self._steps = steps_over(plan, range(len(plan.steps))) if steps is None else steps
+        self._all_chains = plan.chains if chains is None else chains
+        self._new_chain = new_chain or count(1).__next__
         wires = [Wire(None, given.name) for given in plan.inputs]
         wires += [Wire(step.name, port.name) for step in plan.steps for port in step.outputs]
         self.slots = {wire: slot for slot, wire in enumerate(wires)}
@@ -181,7 +241,7 @@ class Routes:
         names: list[list[str]] = [[] for _ in self.slots]
         for name in outputs:
             names[self._outputs[name]].append(name)
-        units = self._units(needed, names, self._plan.chains if chained else ())
+        units = self._units(needed, names, self._all_chains if chained else ())
         unit_of = {step: place for place, unit in enumerate(units) for step in unit.steps}
         readers: list[list[int]] = [[] for _ in self.slots]
         missing = []
@@ -197,6 +257,13 @@ class Routes:
         absent = tuple(self._absent_on_failure(unit.steps[-1]) for unit in units)
         uncertain = (slot for unit, may_lack in zip(units, absent) if may_lack for slot in unit.returns)
         after = _next_units(units, readers, fallbacks)
+        required = frozenset(
+            step
+            for place, unit in enumerate(units)
+            if place not in fallbacks and not any(place in one.group for one in fallbacks.values())
+            for step in unit.steps
+            if not self._plan.steps[step].conditional and self._plan.steps[step].when is None
+        )
         return Route(
             units=units,
             readers=tuple(map(tuple, readers)),
@@ -215,13 +282,9 @@ class Routes:
                 and not any(place in one.group for one in fallbacks.values())
             ),
             fallbacks=fallbacks,
-            required_steps=frozenset(
-                step
-                for place, unit in enumerate(units)
-                if place not in fallbacks and not any(place in one.group for one in fallbacks.values())
-                for step in unit.steps
-                if not self._plan.steps[step].conditional and self._plan.steps[step].when is None
-            ),
+            deployments=frozenset(one for unit in units for one in unit.deployments if one >= 0),
+            required_steps=required,
+            required=frozenset(self._steps[step].deployment for step in required) - {-1},
             waits_for={place: one.unit for one in fallbacks.values() for place in one.group},
             outputs=outputs,
             order=tuple(TopologicalSorter(dict(enumerate(after))).static_order()),
@@ -266,13 +329,20 @@ class Routes:
         step, slots, condition_slots = self._plan.steps[index], self.input_slots[index], self._looks_at[index]
         required = tuple(not given.optional for given in step.inputs)
         can_lack = any(must and slot in self._may_lack for must, slot in zip(required, slots))
+        head, returns = self._steps[index], self.output_slots[index]
         return Unit(
             chain=0,
             step=index,
             steps=(index,),
+            deployment=head.deployment,
+            deployments=(head.deployment,),
+            head=head,
+            stages=(head,),
             slots=slots,
             required=required,
-            returns=self.output_slots[index],
+            returns=returns,
+            types=tuple(self.types[slot] for slot in returns),
+            forms=tuple(self.forms[slot] for slot in returns),
             condition_slots=condition_slots,
             when=step.when,
             mapped=tuple(at for at, given in enumerate(step.inputs) if given.port in step.map),
@@ -293,7 +363,7 @@ class Routes:
                     sources.append((stage_of[producer], self.output_slots[producer].index(slot)))
                 else:
                     sources.append((-1, slots.setdefault(slot, len(slots))))
-            stages.append(Stage(step, tuple(sources)))
+            stages.append(Stage(self._steps[step].deployment, tuple(sources)))
         outside = {
             slot
             for step in needed
@@ -306,10 +376,20 @@ class Routes:
             if slot in outside or names[slot]
         )
         slots_out = tuple(self.output_slots[steps[stage]][port] for stage, port in returns)
-        id = self._chains.setdefault((steps, slots_out), len(self._chains) + 1)
-        required = (True,) * len(slots)
-        message = Chain(id, tuple(stages), returns)
-        return Unit(id, steps[0], steps, tuple(slots), required, slots_out, message=message)
+        id = self._chains.get((steps, slots_out)) or self._new_chain()
+        self._chains[steps, slots_out] = id
+        own = tuple(self._steps[step] for step in steps)
+        places = tuple(one.deployment for one in own)
+        return Unit(
+            id, steps[0], steps, places[0], places, own[0], own, tuple(slots), (True,) * len(slots), slots_out,
+            tuple(self.types[slot] for slot in slots_out), tuple(self.forms[slot] for slot in slots_out),
+            message=Chain(id, tuple(stages), returns),
+        )  # fmt: skip
+
+    @property
+    def chain_ids(self) -> Collection[int]:
+        """The ids of its chains so far."""
+        return self._chains.values()
 
     def _find_fallbacks(
         self,

@@ -1,4 +1,4 @@
-"""Decide what happens next in a pipeline.
+"""Decide what happens next in the pipelines of one engine.
 
 `scheduler.on(event, now_ms) -> commands`. The scheduler reads no clock, opens no socket and touches no tensor: the
 event loop turns the outside world into events and carries out the commands.
@@ -7,13 +7,13 @@ A Scheduler owns one SchedulerState (state.py). The modules of this package are 
 requests and their leases), `graph` (control flow inside a request), `task_table` (live tasks), `dispatch` (batches to
 workers), `results` (messages from workers), `failures` (worker deaths), `streams` (stream inputs between steps), `idle`
 (steps that sleep), `workers` (starts and restarts), `allocations` (output buffers), `kv_sharing` and `device_memory`.
-This module handles requests of callers, and time.
+`programs` (pipelines that share what is loaded). This module handles requests of callers, and time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from weftline.engine.protocol import messages as msg
@@ -26,49 +26,58 @@ from weftline.engine.scheduler import (
     groups,
     idle,
     kv_sharing,
+    programs,
     request_table,
     results,
     task_table,
     workers,
 )
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.admission import Admission
 from weftline.engine.scheduler.allocations import lease_all
 from weftline.engine.scheduler.device_work import device_positions
 from weftline.engine.scheduler.events import Command, Event
 from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.known_path import known_path
-from weftline.engine.scheduler.objective import LatencyObjective
+from weftline.engine.scheduler.programs import FIRST_PROGRAM, Program
 from weftline.engine.scheduler.recovery import Recovery
 from weftline.engine.scheduler.request import Request, ms_text, passed_before
-from weftline.engine.scheduler.routes import Route, Routes
-from weftline.engine.scheduler.state import Counters, SchedulerState
+from weftline.engine.scheduler.routes import Route
+from weftline.engine.scheduler.state import EngineCounters, ProgramCounters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.timeouts import Timeouts
 from weftline.engine.scheduler.workers import WorkerState
-from weftline.errors import KEEPS_FAILING_TO_START, InputError, LimitReached, StepUnavailable
+from weftline.errors import KEEPS_FAILING_TO_START, InputError, LimitReached, SessionClosed, StepUnavailable
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import Settle
-from weftline.shm.block import ALIGN_BYTES, PAGE_BYTES, Block, align_up
+from weftline.shm.block import ALIGN_BYTES, Block, align_up
 from weftline.shm.lease import Ledger
 
 INGRESS_ARENA = 0
 """The arena of the process that admits requests. Arenas of workers are numbered from 1; no number is used twice."""
 
 
-class Scheduler:
-    """Run one plan. Not thread-safe: the event loop calls it under one lock.
+@dataclass
+class Counters(EngineCounters, ProgramCounters):
+    """Totals of all workers and of all programs, those that have ended included."""
 
+
+class Scheduler:
+    """Run programs over what a plan has loaded. Not thread-safe: the event loop calls it under one lock.
+
+    plan:   what is loaded: its steps are the deployments.
     settle: returns the bytes left of a GPU by other pipelines of this process; None: there are none.
+    alone:  the plan is also the first program, over its own steps; False: programs come by OpenProgram.
     """
 
-    __slots__ = ("counters", "ledger", "plan", "state")
+    __slots__ = ("ledger", "plan", "state")
 
-    def __init__(self, plan: Plan, seed: int = 0, settle: Settle | None = None) -> None:
+    def __init__(self, plan: Plan, seed: int = 0, settle: Settle | None = None, alone: bool = True) -> None:
         self.state = make_state(plan, seed, settle)
         self.plan = plan
         self.ledger: Ledger = self.state.ledger
-        self.counters: Counters = self.state.counters
+        if alone:
+            first = ev.OpenProgram(programs.FIRST_PROGRAM, plan, tuple(range(len(plan.steps))))
+            programs.open_program(self.state, first, INGRESS_ARENA)
 
     def start(self, now_ms: float) -> list[Command]:
         """Return the commands that start every worker."""
@@ -102,8 +111,10 @@ class Scheduler:
             idle.wake_wanted(state)  # after every event: any of them may have queued a task
         if state.buffers_requested:
             allocations.grant(state)
-        for arena in state.ledger.forget_empty():
-            state.out.append(ev.ForgetArena(arena))
+        if state.retiring:
+            programs.end_retired(state)
+        if state.ledger.retired:
+            state.out += map(ev.ForgetArena, state.ledger.forget_empty())
         out, state.out = state.out, []
         return out
 
@@ -125,39 +136,50 @@ class Scheduler:
 
     # memory for inputs
 
-    def try_reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
-        """Lease blocks in the ingress arena for a request's inputs, before it is submitted; LimitReached when full.
+    def try_reserve(self, sizes: Sequence[int], job: bool = False, program: int = FIRST_PROGRAM) -> list[Block]:
+        """Lease blocks in a program's arena for a request's inputs, before it is submitted; LimitReached when full.
+
+        SessionClosed when the program takes no more requests.
 
         job: for a row of a job, which is limited to the jobs' share; a row larger than that may use the whole arena.
         """
-        blocks = self.try_lease_inputs(sizes, job)
+        blocks = self.try_lease_inputs(sizes, job, program)
         if blocks is None:
-            self.counters.refused += 1
-            raise self._inputs_do_not_fit(sum(sizes))
+            self.note_refused(program)
+            raise self._inputs_do_not_fit(self.state.programs[program], sum(sizes))
         return blocks
 
-    def check_inputs_fit(self, sizes: Sequence[int]) -> None:
+    def check_inputs_fit(self, sizes: Sequence[int], program: int = FIRST_PROGRAM) -> None:
         """Raise LimitReached when a request with such inputs would be refused now, or can never fit."""
+        into = programs.check_open(self.state, program)
         try:
-            self.state.admission.check(sum(sizes))
-            if sum(align_up(size, ALIGN_BYTES) for size in sizes) > self.ledger.arena_bytes(INGRESS_ARENA):
-                raise self._inputs_do_not_fit(sum(sizes))
+            into.admission.check(sum(sizes))
+            if sum(align_up(size, ALIGN_BYTES) for size in sizes) > self.ledger.arena_bytes(into.arena):
+                raise self._inputs_do_not_fit(into, sum(sizes))
         except LimitReached:
-            self.counters.refused += 1
+            self.note_refused(program)
             raise
 
-    def try_lease_inputs(self, sizes: Sequence[int], job: bool = False) -> list[Block] | None:
+    def try_lease_inputs(
+        self, sizes: Sequence[int], job: bool = False, program: int = FIRST_PROGRAM
+    ) -> list[Block] | None:
         """As `try_reserve`; None when they do not fit now."""
-        share = self.state.admission.job_bytes_max
-        if job and sum(sizes) <= share < self.ledger.taken_bytes(INGRESS_ARENA) + sum(sizes):
+        into = programs.check_open(self.state, program)
+        share = into.admission.job_bytes_max
+        if job and sum(sizes) <= share < self.ledger.taken_bytes(into.arena) + sum(sizes):
             return None
-        return lease_all(self.ledger, INGRESS_ARENA, sizes)
+        return lease_all(self.ledger, into.arena, sizes)
 
-    def _inputs_do_not_fit(self, size_bytes: int) -> LimitReached:
-        most = self.plan.ingress_arena_bytes
-        limit = f"limits.arena_bytes is {self.plan.limits.arena_bytes}"
+    def _inputs_do_not_fit(self, program: Program, size_bytes: int) -> LimitReached:
+        most = program.plan.ingress_arena_bytes
+        limit = f"limits.arena_bytes is {program.plan.limits.arena_bytes}"
         message = f"not enough free shared memory for inputs of {size_bytes} bytes; {limit}"
-        return LimitReached(message, 0.0 if size_bytes > most else self.state.admission.retry_after_s())
+        return LimitReached(message, 0.0 if size_bytes > most else program.admission.retry_after_s())
+
+    def note_refused(self, program: int = FIRST_PROGRAM) -> None:
+        """Count a request that was refused before it was submitted."""
+        of = self.state.programs.get(program)
+        (of.counters if of is not None else self.state.ended).refused += 1
 
     def give_up(self, blocks: Sequence[Block]) -> None:
         """Release blocks whose request was never submitted."""
@@ -166,9 +188,17 @@ class Scheduler:
     # statistics
 
     @property
-    def objective(self) -> LatencyObjective:
-        """The latency of answers against `slo.latency_p99_ms`."""
-        return self.state.objective
+    def counters(self) -> Counters:
+        """Totals of all workers and programs since the start."""
+        total = Counters(**asdict(self.state.counters))
+        total.add(self.state.ended)
+        for program in self.state.programs.values():
+            total.add(program.counters)
+        return total
+
+    def program(self, id: int = FIRST_PROGRAM) -> Program:
+        """Return an open program, for reading; KeyError when it has ended."""
+        return self.state.programs[id]
 
     @property
     def open_requests(self) -> int:
@@ -176,12 +206,12 @@ class Scheduler:
 
     @property
     def queued(self) -> dict[str, int]:
-        """Number of items that wait for each step."""
+        """Number of items that wait for each deployment."""
         return {queue.name: queue.waiting for queue in self.state.queues}
 
     @property
     def batches(self) -> dict[str, dict[str, int]]:
-        """Most items in a call of each step now, and how often a batch ran out of memory."""
+        """Most items in a call of each deployment now, and how often a batch ran out of memory."""
         return {
             queue.name: {"items_max": queue.items_max, "out_of_memory": queue.short_of_memory}
             for queue in self.state.queues
@@ -252,35 +282,25 @@ class Scheduler:
 def make_state(plan: Plan, seed: int = 0, settle: Settle | None = None) -> SchedulerState:
     """Return the state of a scheduler that has not started. seed: for the jitter of restarts."""
     ledger = Ledger()
-    ledger.add_arena(INGRESS_ARENA, align_up(plan.ingress_arena_bytes, PAGE_BYTES))
     queues = [StepQueue(index, step, plan.limits.job_batch_ms) for index, step in enumerate(plan.steps)]
-    for chain in plan.chains:
-        for index in chain:
-            queues[index].together = chain
     steps_of = workers.steps_by_worker(plan)
     for queue in queues:
         others = {step for worker_id in queue.workers for step in steps_of[worker_id]} - {queue.index}
         queue.beside = tuple(queues[step] for step in sorted(others))
     return SchedulerState(
-        plan=plan,
+        deployed=plan,
         ledger=ledger,
-        routes=Routes(plan),
-        admission=Admission(plan.limits, plan.ingress_arena_bytes),
-        recovery=Recovery(plan),
-        objective=LatencyObjective(plan.slo.latency_p99_ms),
+        recovery=Recovery(),
         timeouts=Timeouts(plan, steps_of),
         queues=queues,
         queues_of=[[queues[step] for step in steps] for steps in steps_of],
         workers=workers.make_workers(plan, seed),
         steps_of=steps_of,
         device_inputs=device_positions(plan),
-        group_ancestors=groups.ancestors(plan),
-        group_holds=[not step.streams and step.sequence is None and not step.control for step in plan.steps],
-        batch_sizes=[(1.0, -math.inf)] * len(queues),
         sleep=idle.make_sleep(plan),
         measured=device_memory.make_measured(plan, settle),
         kv=kv_sharing.make_accounts(plan),
-        steps=plan.steps,
+        deployments=plan.steps,
         sequenced=any(queue.sequences is not None for queue in queues),
     )
 
@@ -290,55 +310,59 @@ def make_state(plan: Plan, seed: int = 0, settle: Settle | None = None) -> Sched
 
 def submit(state: SchedulerState, event: ev.Submitted, group: OrderedGroup | None = None, row: int = 0) -> None:
     """Admit a request, or refuse it."""
+    program = state.programs.get(event.program)
     try:
-        route = state.routes.route(event.wanted)
-        if state.hopeless:
-            for step in state.hopeless.intersection(route.required_steps):
-                name = state.queues[step].name
+        if program is None or program.to_check:
+            program = programs.check_open(state, event.program)
+        route = program.routes.route(event.wanted)
+        if state.hopeless and not state.hopeless.isdisjoint(route.required):
+            for step in (program.steps[at] for at in sorted(route.required_steps)):
+                if step.deployment not in state.hopeless:
+                    continue
+                name = step.name
                 raise StepUnavailable(f"step {name} is unavailable: its worker {KEEPS_FAILING_TO_START}")
         size = 0
         for value in event.inputs.values():
             size += value.size_bytes
-        state.admission.check(size, event.job)
+        program.admission.check(size, event.job)
         refusal = path = None
         if event.deadline_ms is not None:
-            slots = state.routes.input_slot
-            path = known_path(route, state.steps, {slots[name]: value for name, value in event.inputs.items()})
-            refusal = _check_deadline(state, event, route, path)
+            slots = program.routes.input_slot
+            path = known_path(route, {slots[name]: value for name, value in event.inputs.items()})
+            refusal = _check_deadline(state, event, program, route, path)
         if refusal is None and (state.sequenced or event.sequence is not None):
-            refusal = _admit_to_sequence(state, event, route)
+            refusal = _admit_to_sequence(state, event, program, route)
         if refusal is not None:
-            state.counters.refused += 1
+            program.counters.refused += 1
             state.out.append(refusal)
         else:
-            request_table.admit(state, event, route, size, path, group, row)
+            request_table.admit(state, event, program, route, size, path, group, row)
             if state.sleep.any:
                 idle.mark_expected(state, route)
-    except LimitReached as error:
-        state.counters.refused += 1
-        state.out.append(ev.Refuse(event.request, str(error), error.retry_after_s, type(error).__name__))
-    except InputError as error:
-        state.counters.refused += 1
-        state.out.append(ev.Refuse(event.request, str(error), 0.0, "InputError"))
-    release = state.ledger.release
+    except (LimitReached, InputError, SessionClosed) as error:
+        (state.ended if program is None else program.counters).refused += 1
+        after_s = error.retry_after_s if isinstance(error, LimitReached) else 0.0
+        state.out.append(ev.Refuse(event.request, str(error), after_s, type(error).__name__))
     for value in event.inputs.values():  # the writer's tickets of the inputs
         if value.data is None:
-            for key in value.keys:
-                release(key)
+            request_table.release(state, value.keys)
 
 
 def _submit_group(state: SchedulerState, event: ev.GroupSubmitted) -> None:
-    group = OrderedGroup()
+    program = state.programs.get(event.rows[0].program) if event.rows else None
+    group = OrderedGroup(program.group_ancestors if program is not None else ())
     for row, one in enumerate(event.rows):
         submit(state, one, group, row)
 
 
-def _check_deadline(state: SchedulerState, event: ev.Submitted, route: Route, path: bytes) -> ev.Refuse | None:
+def _check_deadline(
+    state: SchedulerState, event: ev.Submitted, program: Program, route: Route, path: bytes
+) -> ev.Refuse | None:
     """Return a refusal when measured times say that the request cannot make its deadline."""
-    if event.deadline_ms is None or not state.plan.limits.refuse_early:
+    if event.deadline_ms is None or not program.plan.limits.refuse_early:
         return None
     left = event.deadline_ms - state.now_ms
-    needs = estimates.whole_ms(state, route, path)
+    needs = estimates.whole_ms(state, program, route, path)
     if needs <= left:
         return None
     if left <= 0:
@@ -346,16 +370,16 @@ def _check_deadline(state: SchedulerState, event: ev.Submitted, route: Route, pa
     else:
         found = f"it needs about {ms_text(needs)} ms and has {ms_text(left)} ms left"
         message = f"by recent measurements {found}; it was not started"
-    return ev.Refuse(event.request, message, state.admission.retry_after_s(), "DeadlineExceeded")
+    return ev.Refuse(event.request, message, program.admission.retry_after_s(), "DeadlineExceeded")
 
 
-def _admit_to_sequence(state: SchedulerState, event: ev.Submitted, route: Route) -> ev.Refuse | None:
+def _admit_to_sequence(state: SchedulerState, event: ev.Submitted, program: Program, route: Route) -> ev.Refuse | None:
     """Admit a request to its sequence at every step with memory; return a refusal when one cannot take it."""
     part, queues = event.sequence, task_table.sequence_queues(state, route)
     if part is None:
         if not queues:
             return None
-        message = f"step {queues[0].name} is stateful and needs the request's sequence; pass `sequence`"
+        message = f"step {queues[0].users[0].name} is stateful and needs the request's sequence; pass `sequence`"
         return ev.Refuse(event.request, message, 0.0, "InputError")
     admitted: list[StepQueue] = []
     for queue in queues:
@@ -363,8 +387,8 @@ def _admit_to_sequence(state: SchedulerState, event: ev.Submitted, route: Route)
         if refused is not None:
             for earlier in admitted:
                 task_table.forgo_sequence(state, earlier, part.id)
-            after_s = state.admission.retry_after_s() if isinstance(refused, LimitReached) else 0.0
-            return ev.Refuse(event.request, f"step {queue.name}: {refused}", after_s, type(refused).__name__)
+            after_s = program.admission.retry_after_s() if isinstance(refused, LimitReached) else 0.0
+            return ev.Refuse(event.request, f"step {queue.users[0].name}: {refused}", after_s, type(refused).__name__)
         admitted.append(queue)
     return None
 
@@ -378,7 +402,7 @@ def _stall(state: SchedulerState, event: ev.Stalled) -> None:
     if request is None or request.stalled:
         return
     request.stalled = True
-    state.timers.add(state.now_ms + state.plan.limits.stall_max_ms, ("stall", request.id))
+    state.timers.add(state.now_ms + request.program.plan.limits.stall_max_ms, ("stall", request.id))
     _send_to_streams(state, request, msg.PauseItems)
 
 
@@ -396,9 +420,9 @@ def _send_to_streams(
 ) -> None:
     """Send a message about a request's streaming tasks to the workers that have them."""
     for task in request.tasks.values():
-        if task.worker >= 0 and not task.held and state.queues[task.unit.step].streams:
+        if task.worker >= 0 and not task.held and state.queues[task.unit.deployment].streams:
             state.workers[task.worker].stream_active_ms = state.now_ms
-            state.out.append(ev.Send(task.worker, message(task.unit.step, (task.id,))))
+            state.out.append(ev.Send(task.worker, message(task.unit.deployment, (task.id,))))
 
 
 # time
@@ -424,7 +448,7 @@ def _on_timer(state: SchedulerState, kind: str, id: int) -> None:
     if kind == "stall":
         request = state.requests.get(id)
         if request is not None:
-            seconds = state.plan.limits.stall_max_ms / 1000
+            seconds = request.program.plan.limits.stall_max_ms / 1000
             message = f"the stream was not read for {seconds:g} s; limits.stall_max_ms"
             request_table.end(state, request, "fail", "LimitReached", message)
         return
@@ -449,5 +473,7 @@ HANDLERS: Mapping[type, Callable[[SchedulerState, Any], None]] = {
     ev.WorkerDied: failures.on_death,
     ev.Tick: _tick,
     ev.DeviceLeft: _divide_device,
+    ev.OpenProgram: programs.on_open,
+    ev.RetireProgram: programs.on_retire,
 }
 """Handler of each event type, except the three that `on_all` calls directly."""

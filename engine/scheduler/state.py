@@ -7,8 +7,7 @@ the commands that follow to `out`. They read no clock: the time of the current e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from weftline.engine.scheduler.timers import Timers
@@ -20,7 +19,6 @@ from weftline.shm.lease import Ledger
 
 if TYPE_CHECKING:
     from weftline.engine.protocol import messages as msg
-    from weftline.engine.scheduler.admission import Admission
     from weftline.engine.scheduler.device_memory import Measured
     from weftline.engine.scheduler.events import Command
     from weftline.engine.scheduler.groups import OrderedGroup
@@ -28,23 +26,20 @@ if TYPE_CHECKING:
     from weftline.engine.scheduler.idle import StepSleep
     from weftline.engine.scheduler.kv_budget import KvBudget, Part
     from weftline.engine.scheduler.lost_devices import LostDevice
-    from weftline.engine.scheduler.objective import LatencyObjective
+    from weftline.engine.scheduler.programs import Program
     from weftline.engine.scheduler.recovery import Recovery
     from weftline.engine.scheduler.request import Request, Task
-    from weftline.engine.scheduler.routes import Route, Routes
     from weftline.engine.scheduler.step_queue import StepQueue
     from weftline.engine.scheduler.timeouts import Timeouts
     from weftline.engine.scheduler.workers import WorkerState
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start. admitted == ok + failed + cancelled + expired + open, always.
+@dataclass
+class ProgramCounters:
+    """Totals of one program. admitted == ok + failed + cancelled + expired + open, always.
 
-    late:  items that were not dispatched because they could not meet their deadline or timeout_ms.
-    stale: messages dropped because their subject had ended: from an earlier incarnation of a worker, or about items
-           that the worker no longer holds. Each item counts once.
-    deaths_by: deaths by step and cause (events.CAUSES).
+    late:   items that were not dispatched because they could not meet their deadline or timeout_ms.
+    killed: workers that died while they ran items of this program alone.
     """
 
     admitted: int = 0
@@ -53,11 +48,28 @@ class Counters:
     cancelled: int = 0
     expired: int = 0
     refused: int = 0
-    deaths: int = 0
-    deaths_by: dict[tuple[str, str], int] = field(default_factory=dict)
     retried: int = 0
     quarantined: int = 0
     late: int = 0
+    killed: int = 0
+
+    def add(self, other: ProgramCounters) -> None:
+        """Add the totals of another program."""
+        for one in fields(ProgramCounters):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass
+class EngineCounters:
+    """Totals of all workers since the start.
+
+    stale: messages dropped because their subject had ended: from an earlier incarnation of a worker, or about items
+           that the worker no longer holds. Each item counts once.
+    deaths_by: deaths by deployment and cause (events.CAUSES).
+    """
+
+    deaths: int = 0
+    deaths_by: dict[tuple[str, str], int] = field(default_factory=dict)
     stale: int = 0
     out_of_memory: int = 0
     copied_bytes: int = 0
@@ -68,7 +80,7 @@ class Counters:
 
 @dataclass(slots=True)
 class KvAccounts:
-    """KV memory that llm steps share. A Part is (worker, step).
+    """KV memory that llm deployments share. A Part is (worker, deployment).
 
     budgets:   the budget of each device that has one.
     devices:   the device of each part with a budget.
@@ -86,7 +98,7 @@ class KvAccounts:
 
 @dataclass(slots=True)
 class SleepTable:
-    """Steps that may sleep, by index in the plan.
+    """Deployments that may sleep, by number; a step here is one of them.
 
     policies: the idle policy of each step that may sleep.
     any:      some step may sleep.
@@ -130,12 +142,20 @@ class MeasuredMemory:
 class SchedulerState:
     """Everything that one scheduler remembers between two events.
 
-    The plan and what is derived from it:
-    steps:             the plan's steps; a step is named by its index here.
-    steps_of:          by worker, the steps that it holds.
-    queues:            one StepQueue per step, in plan order.
+    What is loaded:
+    deployed:          the workers, devices and budgets; its steps are the deployments. It has no requests: limits that
+                       concern them, wires and outputs are those of programs.
+    deployments:       its steps; the number of a deployment is its index here.
+    steps_of:          by worker, the deployments that it holds.
+    queues:            one StepQueue per deployment.
     queues_of:         by worker, the queues that it serves.
-    device_inputs:     by step, positions of the inputs that it reads on its device.
+    device_inputs:     by deployment, positions of the inputs that it reads on its device.
+    quarantine:        in `recovery`, by deployment.
+
+    Programs (programs.py):
+    programs:          by id, those that have not ended.
+    retiring:          those of them that end with their last request.
+    ended:             counters of those that have ended, together.
 
     The current event:
     now_ms:            its time.
@@ -148,18 +168,15 @@ class SchedulerState:
     deadlines:         heap of (deadline_ms, request id); entries of ended requests are removed late.
     nested, postponed: nesting depth of units that settle others at once, and the units put off because of it.
     live:              tasks whose result is still needed, by id.
-    hopeless:          steps that no worker will serve any more.
+    hopeless:          deployments that no worker will serve any more.
     timers:            retries ('again'), step timeouts ('timeout') and stalled readers ('stall').
     batch_waits:       by queue with a free worker, until when it waits for a fuller batch.
     changed_groups:    ordered groups that changed since they were last checked; an ordered set.
     holding_groups:    ordered groups that hold tasks back, oldest first; an ordered set.
-    unsent:            stream input by (worker, step), sent as one message per event.
-    estimates:         by route and known path: when it was estimated, the time after each unit, and the time of a whole
-                       request.
-    batch_sizes:       by step: recent batch size, and when it was seen.
+    unsent:            stream input by (worker, deployment), sent as one message per event.
 
     Workers and memory:
-    workers:           one WorkerState per worker of the plan.
+    workers:           one WorkerState per worker.
     look_ms:           when workers are next checked for timeouts.
     buffers_requested: a worker waits for an output buffer.
     lost_devices:      device memory and events that ended with dead workers and may still be named by others.
@@ -169,31 +186,29 @@ class SchedulerState:
     *_ids are the last id given of each kind; ids are never used twice.
     """
 
-    plan: Plan
+    deployed: Plan
     ledger: Ledger
-    routes: Routes
-    admission: Admission
     recovery: Recovery
-    objective: LatencyObjective
     timeouts: Timeouts
     queues: list[StepQueue]
     queues_of: list[list[StepQueue]]
     workers: list[WorkerState]
     steps_of: list[tuple[int, ...]]
     device_inputs: list[frozenset[int]]
-    group_ancestors: Sequence[frozenset[int]]
-    group_holds: list[bool]
-    batch_sizes: list[tuple[float, float]]
     sleep: SleepTable
     measured: MeasuredMemory
-    steps: tuple[PlannedStep, ...]
+    deployments: tuple[PlannedStep, ...]
     sequenced: bool
 
     now_ms: float = 0.0
     out: list[Command] = field(default_factory=list)
     due: set[int] = field(default_factory=set)
 
-    counters: Counters = field(default_factory=Counters)
+    programs: dict[int, Program] = field(default_factory=dict)
+    retiring: dict[int, Program] = field(default_factory=dict)
+    ended: ProgramCounters = field(default_factory=ProgramCounters)
+
+    counters: EngineCounters = field(default_factory=EngineCounters)
     requests: dict[int, Request] = field(default_factory=dict)
     unread_outputs: dict[int, list[Key]] = field(default_factory=dict)
     deadlines: list[tuple[float, int]] = field(default_factory=list)
@@ -206,7 +221,6 @@ class SchedulerState:
     changed_groups: dict[OrderedGroup, None] = field(default_factory=dict)
     holding_groups: dict[OrderedGroup, None] = field(default_factory=dict)
     unsent: dict[tuple[int, int], list[msg.InputChunk]] = field(default_factory=dict)
-    estimates: dict[tuple[Route, bytes], tuple[float, list[float], float]] = field(default_factory=dict)
 
     look_ms: float = 0.0
     buffers_requested: bool = False
@@ -216,6 +230,8 @@ class SchedulerState:
     host_copies: dict[int, HostCopy] = field(default_factory=dict)
     kv: KvAccounts = field(default_factory=KvAccounts)
 
+    program_ids: int = -1
+    chain_ids: int = 0
     task_ids: int = 0
     dispatch_ids: int = 0
     arena_ids: int = 0
@@ -223,3 +239,8 @@ class SchedulerState:
     host_copy_tokens: int = 0
     starts: int = 0
     wake_starts: int = 0
+
+    def next_chain(self) -> int:
+        """Return a new chain id."""
+        self.chain_ids += 1
+        return self.chain_ids

@@ -1,8 +1,9 @@
-"""Queues of one step: new tasks, batches, suspects, job rows, and sequences bound to a worker.
+"""Queues of one deployment: new tasks, batches, suspects, job rows, and sequences bound to a worker.
 
-A StepQueue holds the scheduler's state of a step. A stateless step has one queue for all of its workers. A stateful
-step has one for each worker, because a sequence stays with the instance that began it. Batcher decides when a
-batch closes, and the dispatcher which worker runs it.
+A StepQueue holds the scheduler's state of a deployment: a node that workers have opened, which several steps may use,
+of one program or of several (programs.py). Their tasks wait here together and share batches. A stateless deployment has
+one queue for all of its workers. A stateful one has one for each worker, because a sequence stays with the instance
+that began it. Batcher decides when a batch closes, and the dispatcher which worker runs it.
 
 Rows of batch jobs wait in a queue of their own (JobQueue) and run when no interactive request waits for the step. On a
 step shared with interactive requests, a job batch is no longer than `limits.job_batch_ms` by recent measurements,
@@ -14,12 +15,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from copy import deepcopy
 
 from weftline.engine.scheduler.batcher import Batcher, Shapes
-from weftline.engine.scheduler.latency import Latency, ShortestLatency
+from weftline.engine.scheduler.latency import Latency, LeastLatency, ShortestLatency
 from weftline.engine.scheduler.output_sizes import OutputSizes
 from weftline.engine.scheduler.request import Task
+from weftline.engine.scheduler.routes import ProgramStep
 from weftline.engine.scheduler.sequences import Sequences
 from weftline.errors import InputError, LimitReached
 from weftline.nodes.grouping import group_by
@@ -113,6 +116,11 @@ def items_within(latency: Latency, items_max: int, most_ms: float) -> int:
     return max(1, bisect_right(range(1, items_max + 1), most_ms, key=latency.run_ms))
 
 
+def _is_late(task: Task, now_ms: float, items: int) -> bool:
+    latency = task.unit.head.latency
+    return latency.fresh(now_ms) and now_ms > task.due_ms - latency.run_ms(items)
+
+
 def _size(task: Task) -> int:
     return sum(value.size_bytes for value in task.inputs)
 
@@ -135,7 +143,13 @@ LEARN_EVERY = 16
 
 
 class StepQueue:
-    """The queues of one step, and its learned times and sizes."""
+    """The queues of one deployment, and its learned times and sizes.
+
+    users:  the steps that use it.
+    mixed:  there are several.
+    latency: of all its calls. A step that came first, and alone, measures with it; others have a Latency of their own.
+    apart:  the steps among `users` that have one.
+    """
 
     def __init__(self, index: int, step: PlannedStep, job_batch_ms: float = math.inf) -> None:
         policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0, order=step.batch.order) if step.streams else step.batch
@@ -144,6 +158,9 @@ class StepQueue:
         self.together: tuple[int, ...] = (index,)  # it, and the steps that hand over to each other with it in a worker
         self.beside: tuple[StepQueue, ...] = ()  # of the other steps of its workers
         self.name = step.name
+        self.users: list[ProgramStep] = []
+        self.apart: list[ProgramStep] = []
+        self.mixed = False
         self.workers = step.workers
         self.streams = step.streams
         self.latency = ShortestLatency() if step.streams else Latency()
@@ -163,24 +180,51 @@ class StepQueue:
         self._batches = 1
         self._unlearned = 0
         self._new: list[Task] = []
-        self._direct = (
+        self._at_once = (
             not policy.wait_ms
             and not policy.sizes
             and self.sequences is None
             and self.shapes.any
             and policy.wait == "fixed"
-            and step.timeout_ms is None
         )
+        self._direct = self._at_once
         self._policy = policy
-        self.expires = step.timeout_ms is not None
-        timeout_ms = math.inf if step.timeout_ms is None else step.timeout_ms
-        shared = Batcher(policy, self.latency, timeout_ms)
+        self.expires = False
+        shared = Batcher(policy, self.latency)
         self._queues = [shared]
         if self.sequences is not None:
-            self._queues = [Batcher(policy, self.latency, timeout_ms) for _ in step.workers]
+            self._queues = [Batcher(policy, self.latency) for _ in step.workers]
         self._queue = shared if self.sequences is None else None
         self._limit = BatchSizeLimit(shared.items_max)
         self.items_max = shared.items_max  # how many items a call may have now
+
+    # the steps that use it
+
+    def join(self, step: ProgramStep) -> None:
+        """Let a step use this deployment."""
+        if len(self.users) == 1 and not self.apart:
+            self.users[0].latency = deepcopy(self.latency)  # up to now all calls were its own
+        elif not self.users and not self.latency.samples:
+            step.latency = self.latency
+        self.users.append(step)
+        self._on_users()
+
+    def leave(self, step: ProgramStep) -> None:
+        """Forget a step, none of whose tasks is queued or running."""
+        self.users.remove(step)
+        self._on_users()
+
+    def _on_users(self) -> None:
+        self.mixed = len(self.users) > 1
+        self.apart = [one for one in self.users if one.latency is not self.latency]
+        limits = [one.timeout_ms for one in self.users if one.timeout_ms < math.inf]
+        self.expires = bool(limits)
+        self._direct = self._at_once and not limits
+        lateness = LeastLatency([one.latency for one in self.users]) if self.mixed else self.latency
+        if len(self.users) == 1:
+            lateness = self.users[0].latency
+        for queue in self._queues:
+            queue.set_lateness(lateness, min(limits, default=math.inf))
 
     # tasks
 
@@ -315,17 +359,36 @@ class StepQueue:
 
         beside: how many others it shares a call with; at most as many as fit into the timeout and a call.
         """
-        if not self.latency.fresh(now_ms):
+        batcher, step = self._queues[0], task.unit.head
+        if not step.latency.fresh(now_ms):
             return task.expires_ms
-        batcher = self._queues[0]
-        return math.nextafter(task.expires_ms - batcher.needs_ms(min(1 + beside, batcher.fitting())), math.inf)
+        own = step.latency, step.timeout_ms
+        return math.nextafter(
+            task.expires_ms - batcher.needs_ms(min(1 + beside, batcher.fitting(*own)), *own), math.inf
+        )
 
     def split_expired(self, tasks: list[Task], now_ms: float) -> tuple[list[Task], list[Task]]:
         """Return which tasks of a batch can finish in time, and which would expire."""
-        if not self.expires or not self.latency.fresh(now_ms):
+        if not self.expires:
             return tasks, []
-        by_ms = now_ms + self._queues[0].needs_ms(len(tasks))
-        return [one for one in tasks if one.expires_ms >= by_ms], [one for one in tasks if one.expires_ms < by_ms]
+        batcher = self._queues[0]
+        good: list[Task] = []
+        gone: list[Task] = []
+        for task in tasks:
+            step = task.unit.head
+            late = task.expires_ms < math.inf and step.latency.fresh(now_ms)
+            late = late and task.expires_ms < now_ms + batcher.needs_ms(len(tasks), step.latency, step.timeout_ms)
+            (gone if late else good).append(task)
+        return good, gone
+
+    def split_late(self, tasks: list[Task], now_ms: float) -> tuple[list[Task], list[Task]]:
+        """Return which tasks of a batch of several steps can be in time, and which would be late for their own step."""
+        good, gone = self.split_expired(tasks, now_ms)
+        if self._policy.order != "deadline":
+            return good, gone
+        half = (len(tasks) + 1) // 2
+        late = [one for one in good if one.due_ms < math.inf and _is_late(one, now_ms, half)]
+        return [one for one in good if one not in late], gone + late
 
     def _enqueue(self, queue: Batcher, task: Task, now_ms: float) -> None:
         unit = task.unit
@@ -346,27 +409,39 @@ class StepQueue:
         """Return the most batches in a message; more than one only for steps faster than a message."""
         return 1 if self.in_place or self.items_max < self._policy.items_max else self._batches
 
-    def learn(self, items: int, run_ms: float, now_ms: float, took_ms: float = 0.0) -> None:
-        """Learn the run time of a batch. Steps faster than a message are sampled, to save the cost.
+    def learn(self, tasks: Sequence[Task], items: int, run_ms: float, now_ms: float, took_ms: float = 0.0) -> None:
+        """Learn the run time of a batch of `tasks`. Steps faster than a message are sampled, to save the cost.
 
+        items:   in one call for them.
         took_ms: from when it was sent to when its result was back; learned where tasks expire.
         """
         self._unlearned += 1
-        if self._unlearned < LEARN_EVERY and self.latency.samples > LEARN_EVERY and run_ms < QUICK_MESSAGE_MS:
+        if (
+            self._unlearned < LEARN_EVERY
+            and self.latency.samples > LEARN_EVERY
+            and run_ms < QUICK_MESSAGE_MS
+            and not self.apart
+        ):
             return
         self._unlearned = 0
         if self.expires:
             self.latency.learn_spread(items, max(took_ms, run_ms), now_ms)
         self.latency.learn(items, run_ms, now_ms)
+        if self.apart:
+            for own in {task.unit.head.latency for task in tasks} - {self.latency}:
+                if self.expires:
+                    own.learn_spread(items, max(took_ms, run_ms), now_ms)
+                own.learn(items, run_ms, now_ms)
         full_ms = self.latency.run_ms(self.items_max)
         self.quick = not self.streams and 0 < full_ms <= SECOND_MS_MAX
         if full_ms and not self.streams:
             self._batches = max(1, min(BATCHES_MAX, int(QUICK_MESSAGE_MS / full_ms)))
 
-    def learn_cut(self, run_ms: float, now_ms: float) -> None:
+    def learn_cut(self, step: ProgramStep, run_ms: float, now_ms: float) -> None:
         """Learn that an answer of a streaming step was cut short by its timeout after `run_ms`."""
-        if isinstance(self.latency, ShortestLatency):
-            self.latency.learn_cut(run_ms, now_ms)
+        for latency in {self.latency, step.latency}:
+            if isinstance(latency, ShortestLatency):
+                latency.learn_cut(run_ms, now_ms)
 
     @property
     def short_of_memory(self) -> int:

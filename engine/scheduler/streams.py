@@ -44,7 +44,7 @@ def forward(state: SchedulerState, source: Task, slot: int, value: Value) -> Non
         if stream.task is not None:
             _send(state, stream, stream.task)
             _update_pause(state, stream)
-        elif stream.unread_bytes > state.plan.limits.stream_bytes_max or request.missing[place] < 0:
+        elif stream.unread_bytes > request.program.plan.limits.stream_bytes_max or request.missing[place] < 0:
             stream.end()  # it is given the whole, or nothing
 
 
@@ -115,7 +115,7 @@ def _send(state: SchedulerState, stream: StreamInput, task: Task, last: bool = F
     if task.worker < 0 or not stream.waiting:
         return
     state.workers[task.worker].stream_active_ms = state.now_ms
-    to = state.unsent.setdefault((task.worker, task.unit.step), [])
+    to = state.unsent.setdefault((task.worker, task.unit.deployment), [])
     for value in stream.waiting:
         whole = last and value is stream.waiting[-1]
         to.append(msg.InputChunk(task.id, task.unit.stream_position, value, whole))
@@ -129,13 +129,13 @@ def _send(state: SchedulerState, stream: StreamInput, task: Task, last: bool = F
 def resume_sources(state: SchedulerState, queue: StepQueue) -> None:
     """Resume the sources of tasks that wait behind suspects of a step."""
     for task in state.live.values():
-        if task.unit.step == queue.index and task.stream_input is not None and task.worker < 0:
+        if task.unit.deployment == queue.index and task.stream_input is not None and task.worker < 0:
             _update_pause(state, task.stream_input)
 
 
 def _is_behind(state: SchedulerState, reader: Task) -> bool:
     """Return whether suspects go before a waiting task."""
-    return bool(state.queues[reader.unit.step].suspects)
+    return bool(state.queues[reader.unit.deployment].suspects)
 
 
 def _is_wanted(state: SchedulerState, task: Task) -> bool:
@@ -159,7 +159,7 @@ def _update_pause(state: SchedulerState, stream: StreamInput) -> None:
     """
     source, reader = stream.source, stream.task
     waits = reader is not None and reader.worker < 0 and (source.deaths > 0 or _is_behind(state, reader))
-    most = state.plan.limits.stream_bytes_max * (0.5 if stream.slow else 1)
+    most = source.request.program.plan.limits.stream_bytes_max * (0.5 if stream.slow else 1)
     stream.slow = stream.open and not waits and stream.unread_bytes > most
     held = any(one.slow for one in source.request.stream_inputs.values() if one.source is source)
     if held == source.held or source.id not in state.live:
@@ -168,5 +168,5 @@ def _update_pause(state: SchedulerState, stream: StreamInput) -> None:
     if not source.request.stalled and source.worker >= 0:
         state.workers[source.worker].stream_active_ms = state.now_ms
         state.out.append(
-            ev.Send(source.worker, (msg.PauseItems if held else msg.ResumeItems)(source.unit.step, (source.id,)))
+            ev.Send(source.worker, (msg.PauseItems if held else msg.ResumeItems)(source.unit.deployment, (source.id,)))
         )

@@ -37,11 +37,13 @@ def begin(
     state.task_ids += 1
     due_ms = math.inf
     if request.deadline_ms is not None:
-        due_ms = request.deadline_ms - estimates.after_ms(state, request.route, _path(state, request), place)
+        due_ms = request.deadline_ms - estimates.after_ms(
+            state, request.program, request.route, _path(state, request), place
+        )
     task = Task(state.task_ids, request, place, unit, inputs, keys, state.now_ms, due_ms, element)
     state.live[task.id] = request.tasks[task.id] = task
     if state.sleep.any:
-        idle.mark_used(state, unit.step)
+        idle.mark_used(state, unit.deployment)
     if request.stream_inputs and place in request.stream_inputs:
         stream = request.stream_inputs[place]
         if inputs[unit.stream_position] is PIECES:
@@ -49,24 +51,24 @@ def begin(
         else:
             stream.end()
     held = request.group is not None and groups.hold_task(state, request.group, task)
-    if unit.step in state.hopeless:
+    if unit.deployment in state.hopeless:
         fail_hopeless(state, task, "it is given up")
         return
-    if unit.step in request.lost:
+    if unit.deployment in request.lost:
         forget(state, task)
         end(state, task)
         reason = "the state of the sequence was lost when its worker died; start the sequence again"
-        graph.failed(state, request, place, "WorkerDied", reason, state.queues[unit.step].name)
+        graph.failed(state, request, place, "WorkerDied", reason, unit.head.name)
         return
     if request.sequence is not None:
-        request.reached.add(unit.step)
+        request.reached.add(unit.deployment)
     if held:
         return
-    if state.steps[unit.step].timeout_ms is None or task.stream_input is not None:
+    if unit.head.timeout_ms == math.inf or task.stream_input is not None:
         enqueue(state, task)
         return
     set_timeout(state, task, state.now_ms)
-    wait_ms, queue = _wait_ms(state, task), state.queues[unit.step]
+    wait_ms, queue = _wait_ms(state, task), state.queues[unit.deployment]
     latest_ms = queue.latest_start_ms(task, state.now_ms, queue.waiting if wait_ms else 0)
     enqueue(state, task)
     if state.now_ms + wait_ms >= latest_ms:
@@ -75,7 +77,7 @@ def begin(
 
 def _path(state: SchedulerState, request: Request) -> bytes:
     if request.path is None:
-        request.path = known_path(request.route, state.steps, request.values, request.missing, request.active_fallbacks)
+        request.path = known_path(request.route, request.values, request.missing, request.active_fallbacks)
     return request.path
 
 
@@ -86,11 +88,11 @@ def on_path_changed(state: SchedulerState, request: Request) -> None:
         return
     path = _path(state, request)
     for task in request.tasks.values():
-        due_ms = deadline_ms - estimates.after_ms(state, request.route, path, task.place)
+        due_ms = deadline_ms - estimates.after_ms(state, request.program, request.route, path, task.place)
         if task.worker < 0 and due_ms != task.due_ms:
             task.due_ms = due_ms
-            state.queues[task.unit.step].reschedule(task)
-            state.due.add(task.unit.step)
+            state.queues[task.unit.deployment].reschedule(task)
+            state.due.add(task.unit.deployment)
 
 
 # timeouts of steps
@@ -98,10 +100,10 @@ def on_path_changed(state: SchedulerState, request: Request) -> None:
 
 def set_timeout(state: SchedulerState, task: Task, since_ms: float) -> None:
     """Start the timer of the step's timeout_ms for a task that is not with a worker yet, if the step has one."""
-    timeout_ms = state.steps[task.unit.step].timeout_ms
-    if timeout_ms is not None:
+    timeout_ms = task.unit.head.timeout_ms
+    if timeout_ms < math.inf:
         task.expires_ms = since_ms + timeout_ms
-        latest_ms = state.queues[task.unit.step].latest_start_ms(task, state.now_ms)
+        latest_ms = state.queues[task.unit.deployment].latest_start_ms(task, state.now_ms)
         state.timers.add(max(latest_ms, since_ms), ("timeout", task.id))
 
 
@@ -111,13 +113,13 @@ def _wait_ms(state: SchedulerState, task: Task) -> float:
     Elements of one list run in as many rounds as the instances need. A task that may be retried waits in any case: its
     next attempt has the whole timeout again.
     """
-    queue = state.queues[task.unit.step]
+    queue = state.queues[task.unit.deployment]
     if state.recovery.may_retry(task, timed_out=True):
         return 0.0
     wait_ms = estimates.busy_ms(state, queue)
     if task.element > 0 and not queue.streams:
         rounds = task.element // (queue.items_max * max(1, len(queue.workers)))
-        wait_ms += rounds * queue.latency.shortest_ms(queue.items_max)
+        wait_ms += rounds * task.unit.head.latency.shortest_ms(queue.items_max)
     return wait_ms
 
 
@@ -125,7 +127,7 @@ def on_timeout(state: SchedulerState, task: Task) -> None:
     """Handle the timer of a task: it has expired, or it can no longer be started in time."""
     at_ms = task.expires_ms
     if task.worker < 0:
-        at_ms = state.queues[task.unit.step].latest_start_ms(task, state.now_ms)
+        at_ms = state.queues[task.unit.deployment].latest_start_ms(task, state.now_ms)
     if state.now_ms < at_ms:
         state.timers.add(at_ms, ("timeout", task.id))
     else:
@@ -137,43 +139,43 @@ def time_out(state: SchedulerState, task: Task, wait_ms: float = 0.0) -> None:
 
     wait_ms: the time until it could start.
     """
-    queue = state.queues[task.unit.step]
-    message = f"it took longer than its timeout_ms, {queue.step.timeout_ms:g} ms"
+    queue = state.queues[task.unit.deployment]
+    message = f"it took longer than its timeout_ms, {task.unit.head.timeout_ms:g} ms"
     record_timings(state, task, "lost")
     at_work = task.worker >= 0
     if at_work:  # the worker keeps it until it answers; the next attempt is another task
-        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
+        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.deployment, (task.id,))))
         if queue.streams:  # it is cut short: all that is known is that it takes longer
-            queue.learn_cut(state.now_ms - task.started_ms + LONGER_MS, state.now_ms)
+            queue.learn_cut(task.unit.head, state.now_ms - task.started_ms + LONGER_MS, state.now_ms)
         task = replace(state, task)
     else:
         queue.discard(task)
         state.timers.discard(("again", task.id))
         left_ms = task.expires_ms - state.now_ms
         if left_ms > 0:
-            state.counters.late += 1
+            task.request.program.counters.late += 1
             needs_ms = wait_ms + task.expires_ms - queue.latest_start_ms(task, state.now_ms)
             needs = f"it may need {ms_text(max(needs_ms, left_ms))} ms, waiting included"
-            left = f"has {ms_text(left_ms)} ms left of its timeout_ms, {queue.step.timeout_ms:g} ms"
+            left = f"has {ms_text(left_ms)} ms left of its timeout_ms, {task.unit.head.timeout_ms:g} ms"
             message = f"by recent measurements {needs}, and {left}; it was not started"
-    fail(state, task, "DeadlineExceeded", message, queue.name, timed_out=True, at_work=at_work)
+    fail(state, task, "DeadlineExceeded", message, task.unit.head.name, timed_out=True, at_work=at_work)
 
 
 # queues
 
 
-def queue_group(state: SchedulerState, step: int, tasks: list[Task]) -> None:
-    """Queue the tasks of an ordered group, which is complete."""
+def queue_group(state: SchedulerState, tasks: list[Task]) -> None:
+    """Queue the tasks of an ordered group at one step, which is complete."""
     for task in tasks:
         set_timeout(state, task, state.now_ms)
-    queue = state.queues[step]
+    queue = state.queues[tasks[0].unit.deployment]
     queue.job.form(tasks, queue.job_items())
-    state.due.add(step)
+    state.due.add(queue.index)
 
 
 def enqueue(state: SchedulerState, task: Task) -> None:
     """Queue a task for its step. A task that a worker died of is queued as a suspect, alone."""
-    queue = state.queues[task.unit.step]
+    queue = state.queues[task.unit.deployment]
     task.waits_for_copy = False
     if task.deaths:
         queue.suspects.append([task])
@@ -190,7 +192,7 @@ def forget(state: SchedulerState, task: Task) -> bool:
         return False
     del task.request.tasks[task.id]
     if state.sleep.any:
-        idle.mark_used(state, task.unit.step)
+        idle.mark_used(state, task.unit.deployment)
     if task.request.group is not None:
         groups.on_task_over(state, task.request.group, task)
     if task.stream_input is not None:
@@ -209,9 +211,9 @@ def drop(state: SchedulerState, task: Task) -> None:
     if not forget(state, task):
         return
     if task.worker >= 0:
-        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.step, (task.id,))))
+        state.out.append(ev.Send(task.worker, msg.CancelItems(task.unit.deployment, (task.id,))))
     else:
-        state.queues[task.unit.step].discard(task)
+        state.queues[task.unit.deployment].discard(task)
         end(state, task)
 
 
@@ -220,7 +222,7 @@ def end(state: SchedulerState, task: Task) -> None:
     if task.keys:
         request_table.release(state, task.keys)
         task.keys = ()
-    queue = state.queues[task.unit.step]
+    queue = state.queues[task.unit.deployment]
     if task.deaths:  # others may have waited behind it
         state.due.add(queue.index)
     if queue.sequences is not None and task.request.sequence is not None:
@@ -267,9 +269,9 @@ def fail(
             end(state, task)
             graph.failed(state, task.request, task.place, error, message, step, traceback, param)
         return
-    state.counters.retried += 1
+    task.request.program.counters.retried += 1
     task.worker, task.waits_for_copy = -1, False
-    state.due.add(task.unit.step)  # which it may have left to others meanwhile
+    state.due.add(task.unit.deployment)  # which it may have left to others meanwhile
     set_timeout(state, task, state.now_ms + wait_ms)
     if wait_ms:
         state.timers.add(state.now_ms + wait_ms, ("again", task.id))
@@ -298,15 +300,15 @@ def fail_hopeless(state: SchedulerState, task: Task, why: str) -> None:
     if forget(state, task):
         end(state, task)
         reason = f"its worker {KEEPS_FAILING_TO_START} ({why})"
-        graph.failed(state, task.request, task.place, "WorkerDied", reason, state.queues[task.unit.step].name)
+        graph.failed(state, task.request, task.place, "WorkerDied", reason, task.unit.head.name)
 
 
 def fail_hopeless_steps(state: SchedulerState, why: str) -> None:
     """Fail every task of steps whose workers were all given up; later tasks fail when they begin."""
     state.hopeless |= {queue.index for queue in state.queues if workers.unavailable(state, queue.index)}
     for task in list(state.live.values()):
-        if task.id in state.live and task.worker < 0 and task.unit.step in state.hopeless:
-            state.queues[task.unit.step].discard(task)
+        if task.id in state.live and task.worker < 0 and task.unit.deployment in state.hopeless:
+            state.queues[task.unit.deployment].discard(task)
             fail_hopeless(state, task, why)
 
 
@@ -314,7 +316,7 @@ def sequence_queues(state: SchedulerState, route: Route) -> list[StepQueue]:
     """Return the queues of a route's steps that keep state between the requests of a sequence."""
     if not state.sequenced:
         return []
-    return [state.queues[step] for step in route.steps if state.queues[step].sequences is not None]
+    return [queue for one in sorted(route.deployments) if (queue := state.queues[one]).sequences is not None]
 
 
 def forgo_sequence(state: SchedulerState, queue: StepQueue, sequence: str) -> None:

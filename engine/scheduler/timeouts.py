@@ -8,8 +8,9 @@ time is an argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, STOPPED, WorkerState
 from weftline.pipelines.placement.plan import Plan
 
@@ -21,7 +22,7 @@ LEAVE_MAX_MS = 2_000.0
 
 
 class Timeouts:
-    """Timeouts of the workers of a plan. steps_of: the steps of each worker."""
+    """Timeouts of the workers of a plan. steps_of: the deployments of each worker."""
 
     def __init__(self, plan: Plan, steps_of: Sequence[Sequence[int]]) -> None:
         self._plan = plan
@@ -63,12 +64,8 @@ class Timeouts:
             for task in worker.streams.values()
             if not (task.request.stalled or task.held or (task.stream_input is not None and task.stream_input.waits))
         ]
-        limits = (self._plan.steps[task.unit.step].run_max_ms for task in at_work)
-        return (
-            "a call took longer than run_max_ms"
-            if now_ms - worker.stream_active_ms > min(limits, default=math.inf)
-            else ""
-        )
+        late = now_ms - worker.stream_active_ms > _run_max_ms(at_work)
+        return "a call took longer than run_max_ms" if late else ""
 
     def answers(self, worker: WorkerState, now_ms: float) -> bool:
         """Return True if a worker is ready and sent a recent heartbeat, or sleeps until it is needed."""
@@ -80,3 +77,16 @@ class Timeouts:
     def _settle_max_ms(self, worker_id: int) -> float:
         """Return the timeout of device fences and host copies of a worker."""
         return max((self._plan.steps[step].run_max_ms for step in self._steps_of[worker_id]), default=math.inf)
+
+
+def _run_max_ms(tasks: Iterable[Task]) -> float:
+    """Return how long the streams of a worker may be silent: the least of its deployments.
+
+    Steps of several programs may use one deployment: the longest of their limits counts, so that no program ends the
+    work of another.
+    """
+    limits: dict[int, float] = {}
+    for task in tasks:
+        unit = task.unit
+        limits[unit.deployment] = max(limits.get(unit.deployment, 0.0), unit.head.run_max_ms)
+    return min(limits.values(), default=math.inf)

@@ -146,7 +146,7 @@ class WorkerState:
         if not self.threads:
             return self.running
         thread = self.threads.get(step)
-        return [dispatch for dispatch in self.running if self.threads.get(dispatch.unit.step) == thread]
+        return [dispatch for dispatch in self.running if self.threads.get(dispatch.unit.deployment) == thread]
 
     @property
     def heads(self) -> list[Dispatch]:
@@ -155,7 +155,7 @@ class WorkerState:
             return self.running[:1]
         first: dict[int | None, Dispatch] = {}
         for dispatch in self.running:
-            first.setdefault(self.threads.get(dispatch.unit.step), dispatch)
+            first.setdefault(self.threads.get(dispatch.unit.deployment), dispatch)
         return list(first.values())
 
     def full(self, step: int) -> bool:
@@ -163,7 +163,7 @@ class WorkerState:
         if len(self.unfinished) < UNFINISHED_MAX or not self.threads:
             return len(self.unfinished) >= UNFINISHED_MAX
         thread = self.threads.get(step)
-        behind = sum(self.threads.get(one.unit.step) == thread for one in self.unfinished.values())
+        behind = sum(self.threads.get(one.unit.deployment) == thread for one in self.unfinished.values())
         return behind >= UNFINISHED_MAX
 
     @property
@@ -315,13 +315,13 @@ def overdue(state: SchedulerState) -> list[tuple[int, str]]:
 
 def is_healthy(state: SchedulerState, step: int, now_ms: float) -> bool:
     """Return whether an instance of the step is ready and sent a message lately, or sleeps until needed."""
-    instances = state.steps[step].workers
+    instances = state.deployments[step].workers
     return not instances or any(state.timeouts.answers(state.workers[worker_id], now_ms) for worker_id in instances)
 
 
 def unavailable(state: SchedulerState, step: int) -> bool:
     """Return True if all workers of a step were given up."""
-    instances = state.steps[step].workers
+    instances = state.deployments[step].workers
     return bool(instances) and all(state.workers[worker_id].state == GIVEN_UP for worker_id in instances)
 
 
@@ -332,7 +332,7 @@ def restarts(state: SchedulerState) -> int:
 
 def ready_count(state: SchedulerState, step: int) -> int:
     """Return how many instances of a step are ready; 0 for a control, which has none."""
-    return sum(state.workers[worker_id].state == READY for worker_id in state.steps[step].workers)
+    return sum(state.workers[worker_id].state == READY for worker_id in state.deployments[step].workers)
 
 
 def figures(state: SchedulerState) -> dict[str, dict[str, Mapping[str, float]]]:
@@ -340,7 +340,7 @@ def figures(state: SchedulerState) -> dict[str, dict[str, Mapping[str, float]]]:
     found: dict[str, dict[str, Mapping[str, float]]] = {}
     for worker in state.workers:
         for step, values in worker.figures.items():
-            found.setdefault(state.steps[step].name, {})[worker.name] = values
+            found.setdefault(state.deployments[step].name, {})[worker.name] = values
     return found
 
 
@@ -370,7 +370,7 @@ def device_sharing(state: SchedulerState) -> dict[str, dict[str, str]]:
             "share_mode": "host" if worker.on_host else worker.share_mode,
             "why": worker.on_host,
         }
-        for planned, worker in zip(state.plan.workers, state.workers)
+        for planned, worker in zip(state.deployed.workers, state.workers)
         if worker.share_mode and worker.alive
     }
 
@@ -379,7 +379,7 @@ def asleep_count(state: SchedulerState, step: int) -> int:
     """Return how many instances of a step are asleep, with or without their process."""
     return sum(
         state.workers[worker_id].state in (STOPPED, LEAVING) or state.workers[worker_id].sleep.asleep((step,))
-        for worker_id in state.steps[step].workers
+        for worker_id in state.deployments[step].workers
     )
 
 

@@ -12,7 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from weftline.engine.protocol.channel import Channel, ChannelClosed
-from weftline.engine.protocol.messages import CancelItems, Chain, OutputBuffer, RunBatch, ToWorker, decode_to_worker
+from weftline.engine.protocol.messages import (
+    CancelItems,
+    Chain,
+    DropChains,
+    OutputBuffer,
+    RunBatch,
+    ToWorker,
+    decode_to_worker,
+)
 
 POLL_INTERVAL_S = 0.001
 """Shortest time between two polls of the socket for cancellations: a poll costs a system call."""
@@ -117,6 +125,9 @@ class Inbox:
             self._apply_cancel(message)
         elif isinstance(message, Chain):
             self._chains[message.id] = frozenset(stage.step for stage in message.stages)
+        elif isinstance(message, DropChains):
+            for id in message.chains:
+                self._chains.pop(id, None)
         elif isinstance(message, OutputBuffer) and self.on_buffer is not None:
             self.on_buffer(message)
             return

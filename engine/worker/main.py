@@ -28,6 +28,7 @@ from weftline.engine.protocol.messages import (
     Chain,
     ChunkRead,
     Close,
+    DropChains,
     EndSequences,
     Failure,
     Fetch,
@@ -74,7 +75,7 @@ OWN_ARENA = -1
 DEVICE_LOST = 70
 """Exit code of a worker whose device is lost: EX_SOFTWARE of sysexits.h."""
 
-CONCURRENT = (RunBatch, CancelItems, Chain, Attach, AttachDevice, QuarantineItems, EndSequences, Retire)
+CONCURRENT = (RunBatch, CancelItems, Chain, DropChains, Attach, AttachDevice, QuarantineItems, EndSequences, Retire)
 """Messages that are handled while dispatches run on other threads, so that a dispatch behind them does not wait."""
 
 _log = logging.getLogger(__name__)
@@ -182,6 +183,8 @@ class Worker:
                 self._steps.end_sequences(message)  # in order on the step's thread, if it has one
             case Chain():
                 self._steps.chain(message)
+            case DropChains():
+                self._steps.drop_chains(message)
             case QuarantineItems():
                 self._quarantine.set_digests(message)
             case KvResize():

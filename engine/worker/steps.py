@@ -21,6 +21,7 @@ from weftline.engine.protocol.messages import (
     Asleep,
     Awake,
     Chain,
+    DropChains,
     EndSequences,
     FromWorker,
     KvResize,
@@ -126,6 +127,11 @@ class Steps:
     def chain(self, message: Chain) -> None:
         """Register a chain of steps."""
         self.chains[message.id] = HostedChain(message, [self._batch_step(stage.step) for stage in message.stages])
+
+    def drop_chains(self, message: DropChains) -> None:
+        """Forget chains, none of which runs."""
+        for id in message.chains:
+            self.chains.pop(id, None)
 
     def sleep_or_wake(self, message: Sleep | Wake) -> Asleep | Awake | None:
         """Put a step to sleep or wake it; returns the message to send, None for a step that is not open here."""

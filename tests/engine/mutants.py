@@ -85,8 +85,8 @@ def a_skipped_cancel_in_a_queue(patch: pytest.MonkeyPatch, draws: random.Random)
 @mutant
 def a_suspect_retried_in_a_shared_batch(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     def careless(state: SchedulerState, task: Any) -> None:
-        state.queues[task.unit.step].add(task)
-        state.due.add(task.unit.step)
+        state.queues[task.unit.deployment].add(task)
+        state.due.add(task.unit.deployment)
 
     patch.setattr(task_table, "enqueue", careless)
 
@@ -497,7 +497,7 @@ def a_task_that_expires_before_its_queue_has_it(patch: pytest.MonkeyPatch, draws
     time_out = task_table.time_out
 
     def hasty(state: SchedulerState, task: Any, wait_ms: float = 0.0) -> None:
-        queue = state.queues[task.unit.step]
+        queue = state.queues[task.unit.deployment]
         if task in queue._new:
             queue._new.remove(task)
         time_out(state, task, wait_ms)

@@ -57,8 +57,9 @@ def plain(value: msg.Value) -> Any:
 
 def any_type(scheduler: Scheduler) -> None:
     """Accept values of any type as outputs of steps."""
-    routes = scheduler.state.routes
-    routes.types = [None if type is None else PortType("any") for type in routes.types]
+    for program in scheduler.state.programs.values():
+        types = program.routes.types
+        types[:] = [None if type is None else PortType("any") for type in types]
 
 
 def plan_of(pipeline: Builder, cores: int = 8) -> Plan:

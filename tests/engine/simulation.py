@@ -838,7 +838,7 @@ class World:
         total = c.ok + c.failed + c.cancelled + c.expired + scheduler.open_requests
         if c.admitted != total:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
-        if scheduler.state.admission.requests != scheduler.open_requests:
+        if scheduler.program().admission.requests != scheduler.open_requests:
             raise AssertionError("admission has lost count")
         if c.stale < self.stale:
             raise AssertionError(f"{self.stale} messages came too late, {c.stale} are counted")
@@ -861,7 +861,7 @@ class World:
                 raise AssertionError(f"{queue.name}: a sequence still waits for items that will never come")
         if scheduler.state.timers.any:
             raise AssertionError(f"timers are still set: {scheduler.state.timers.at}")
-        if scheduler.state.admission.size_bytes:
+        if scheduler.program().admission.size_bytes:
             raise AssertionError("admission still counts bytes")
         if len(self.ended) + len(self.refused) != self.requests:
             raise AssertionError(f"{len(self.ended)} ended, {len(self.refused)} refused, of {self.requests}")

@@ -80,9 +80,7 @@ class TimedWorld:
         task = scheduler.state.live[item.id]
         request, planned = task.request, self._plan.steps[step]
         if request.deadline_ms is not None and request.path is not None:
-            path = known_path(
-                request.route, self._plan.steps, request.values, request.missing, request.active_fallbacks
-            )
+            path = known_path(request.route, request.values, request.missing, request.active_fallbacks)
             started = [at for at, left in enumerate(request.missing) if left < 0]
             if [one for at, one in enumerate(path) if at not in started] != [
                 one for at, one in enumerate(request.path) if at not in started

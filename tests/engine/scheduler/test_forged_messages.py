@@ -216,7 +216,8 @@ def test_few_forms_of_outputs_are_remembered() -> None:
         harness.submit(x=value)
         harness.receive(0, msg.BatchDone(harness.inbox[0].pop(0).dispatch, (msg.ItemResult((value,)),), ()))
     assert not harness.kill_reasons()
-    assert all(len(forms or ()) <= message_check.FORMS_KEPT for forms in harness.scheduler.state.routes.forms)
+    (program,) = harness.scheduler.state.programs.values()
+    assert all(len(forms or ()) <= message_check.FORMS_KEPT for forms in program.routes.forms)
 
 
 def test_hello_announces_no_more_than_the_planned_arena() -> None:

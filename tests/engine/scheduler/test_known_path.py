@@ -205,13 +205,13 @@ def test_a_queued_task_is_due_earlier_when_a_condition_behind_it_holds() -> None
 
 def path_of(p: Builder, missing: Any = (), called: Any = (), **values: Any) -> dict[str, int]:
     plan = plan_of(p)
-    routes = SchedulerHarness(plan, up=False).scheduler.state.routes
+    routes = SchedulerHarness(plan, up=False).scheduler.program().routes
     route = routes.route(None)
     slots = {}
     for name, value in values.items():
         given = value if isinstance(value, msg.Value) else msg.Value("json", data=b"\x01")
         slots[routes.input_slot[name]] = given
-    found = known_path(route, plan.steps, slots, missing, called)
+    found = known_path(route, slots, missing, called)
     return {plan.steps[unit.step].name: code for unit, code in zip(route.units, found, strict=True)}
 
 

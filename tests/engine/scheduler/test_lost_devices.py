@@ -196,7 +196,7 @@ def test_an_innocent_item_is_not_blamed_for_deaths_of_its_worker() -> None:
     harness = SchedulerHarness(hop("event"))
     harness.submit(x=given(harness))
     task = next(iter(harness.scheduler.state.live.values()))
-    recovery = Recovery(harness.plan)
+    recovery = Recovery()
     for _ in range(SPARED_MAX):
         assert recovery.after_loss([task], "it waits").groups == [[task]]
     assert task.deaths == 0

@@ -52,7 +52,7 @@ def test_an_objective_fails_no_request_and_a_deadline_does() -> None:
     harness.answer("a")
     assert harness.output(late) == "late"
     assert harness.failure(dead).error == "DeadlineExceeded"
-    found = harness.scheduler.objective.stats()
+    found = harness.scheduler.program().objective.stats()
     assert (found["answers"], found["over"], found["recent_p99_ms"]) == (1, 1, 90.0)
 
 
@@ -61,11 +61,11 @@ def test_latency_counts_from_the_call() -> None:
     harness.now_ms = 100.0
     harness.handle(ev.Submitted(request=7, inputs={"x": json("x")}, called_ms=40.0))
     harness.answer("a")
-    assert harness.scheduler.objective.stats()["recent_p99_ms"] == 60.0
+    assert harness.scheduler.program().objective.stats()["recent_p99_ms"] == 60.0
 
 
 def test_rows_of_jobs_do_not_count() -> None:
     harness = one_step(latency_p99_ms=50)
     harness.submit_group(["row"])
     harness.answer("a")
-    assert harness.scheduler.objective.stats()["answers"] == 0
+    assert harness.scheduler.program().objective.stats()["answers"] == 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scheduler_harness import plan_of
+from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.scheduler.recovery import DIGESTS_MAX, KEPT_MS, TRIED_AGAIN, Quarantine, Recovery
 from weftline.engine.scheduler.request import Request, Task
-from weftline.engine.scheduler.routes import Routes
 from weftline.pipelines.spec.builder import Builder
 
 
@@ -16,14 +15,17 @@ def tasks(count: int, **more: object) -> tuple[Recovery, list[Task]]:
     p = Builder("one-step")
     p.output("y", p.step("a", "echo", value=p.input("x", "text"), **more).value)  # type: ignore[arg-type]
     plan = plan_of(p)
-    route = Routes(plan).route(None)
-    request = Request(1, route, 0.0, None, 0, [])
-    return Recovery(plan), [Task(id, request, 0, route.units[0], (), (), 0.0) for id in range(count)]
+    program = SchedulerHarness(plan, up=False).scheduler.program()
+    route = program.routes.route(None)
+    request = Request(1, program, route, 0.0, None, 0, [])
+    return Recovery(), [Task(id, request, 0, route.units[0], (), (), 0.0) for id in range(count)]
 
 
 def test_a_group_is_halved_and_its_budget_is_its_own() -> None:
     recovery, eight = tasks(8)
-    recovery.budget._tokens = 0.0
+    budget = eight[0].request.program.retries
+    while budget.try_take():
+        pass
     verdict = recovery.after_death(eight, "signal 9", 0.0)
     assert [[task.id for task in group] for group in verdict.groups] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert {task.deaths for task in eight} == {1} and {task.attempts for task in eight} == {2}
@@ -35,7 +37,7 @@ def test_a_lone_task_is_retried_once_and_then_failed_and_quarantined() -> None:
     task.digest = b"d"
     verdict = recovery.after_death([task], "signal 9", 0.0)
     assert verdict.failed == [(task, "2 workers died while running this item (signal 9); it is not retried")]
-    assert verdict.kept_out == [(0, b"d")]
+    assert verdict.kept_out == [(0, b"d", task.request.program)]
 
 
 def test_a_killer_without_a_digest_fails_and_nothing_is_quarantined() -> None:

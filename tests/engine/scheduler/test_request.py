@@ -8,7 +8,6 @@ from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.request import OPEN, TRANSITIONS, Request, StepTiming
-from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.workers import TRANSITIONS as WORKER_TRANSITIONS
 from weftline.errors import StepError
 from weftline.pipelines.spec.builder import Builder
@@ -17,8 +16,9 @@ from weftline.pipelines.spec.builder import Builder
 def opened() -> Request:
     p = Builder("one")
     p.output("y", p.step("a", "echo", value=p.input("x", "text")).value)
-    route = Routes(SchedulerHarness(p, up=False).plan).route(None)
-    return Request(1, route, 0.0, None, 10, list(route.missing))
+    program = SchedulerHarness(p, up=False).scheduler.program()
+    route = program.routes.route(None)
+    return Request(1, program, route, 0.0, None, 10, list(route.missing))
 
 
 @pytest.mark.parametrize("event", [event for _, event in TRANSITIONS])

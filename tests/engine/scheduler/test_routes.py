@@ -24,13 +24,13 @@ def diamond() -> Plan:
 
 
 def names(plan: Plan, route: Route) -> list[str]:
-    return [plan.steps[step].name for step in route.steps]
+    return [plan.steps[step].name for unit in route.units for step in unit.steps]
 
 
 def test_all_outputs_need_all_steps() -> None:
     routes = Routes(diamond())
     route = routes.route(None)
-    assert route.steps == (0, 1, 2) and route.outputs == ("left", "right", "same")
+    assert [unit.step for unit in route.units] == [0, 1, 2] and route.outputs == ("left", "right", "same")
     assert route.missing == (1, 1, 1)
     assert route.entries == (0,)
     assert route.next == ((1, 2), (), ())

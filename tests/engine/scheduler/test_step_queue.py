@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.engine.scheduler_harness import plan_of
+from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.scheduler.request import Request, Task
-from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.step_queue import SECOND_MS_MAX, JobQueue, StepQueue
 from weftline.nodes.out_of_memory import FULL_BATCHES
 from weftline.nodes.urgency import SequencePart
@@ -18,13 +17,15 @@ class Bench:
         p = Builder("one-step")
         p.output("y", p.step("a", node, value=p.input("x", "text"), **more).value)  # type: ignore[arg-type]
         plan = plan_of(p)
-        self.waiting_queue = StepQueue(0, plan.steps[0])
-        self.route = Routes(plan).route(None)
+        scheduler = SchedulerHarness(plan, up=False).scheduler
+        self.waiting_queue = scheduler.state.queues[0]
+        self.program = scheduler.program()
+        self.route = self.program.routes.route(None)
         self.tasks: dict[int, Task] = {}
 
     def add(self, due_ms: float | None = None, part: SequencePart | None = None) -> Task:
         id = len(self.tasks) + 1
-        request = Request(id, self.route, 0.0, None, 0, [], sequence=part)
+        request = Request(id, self.program, self.route, 0.0, None, 0, [], sequence=part)
         task = self.tasks[id] = Task(id, request, 0, self.route.units[0], (), (), 0.0)
         if due_ms is not None:
             task.due_ms = due_ms
@@ -104,7 +105,7 @@ def test_a_new_sequence_waits_while_no_worker_accepts_one() -> None:
 def learned(run_ms: float) -> StepQueue:
     waiting_queue = Bench(batch={"items_max": 8}).waiting_queue
     for _ in range(4):
-        waiting_queue.learn(8, run_ms, 0.0)
+        waiting_queue.learn((), 8, run_ms, 0.0)
     return waiting_queue
 
 
@@ -157,8 +158,9 @@ def line_and_tasks(count: int) -> tuple[JobQueue, list[Task]]:
     p = Builder("one-step")
     p.output("y", p.step("a", "echo", value=p.input("x", "text")).value)
     plan = plan_of(p)
-    route = Routes(plan).route(None)
-    requests = [Request(id, route, 0.0, None, 0, [], job=True) for id in range(count)]
+    program = SchedulerHarness(plan, up=False).scheduler.program()
+    route = program.routes.route(None)
+    requests = [Request(id, program, route, 0.0, None, 0, [], job=True) for id in range(count)]
     return StepQueue(0, plan.steps[0]).job, [Task(one.id, one, 0, route.units[0], (), (), 0.0) for one in requests]
 
 

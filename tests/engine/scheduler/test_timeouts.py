@@ -9,19 +9,27 @@ import pytest
 from tests.engine.scheduler_harness import plan_of
 from weftline.engine.scheduler.device_work import Unfinished
 from weftline.engine.scheduler.restarts import RestartPolicy, Restarts
-from weftline.engine.scheduler.routes import Unit
+from weftline.engine.scheduler.routes import Routes
 from weftline.engine.scheduler.timeouts import LEAVE_MAX_MS, OPEN_MAX_MS, Timeouts
 from weftline.engine.scheduler.workers import LEAVING, READY, STARTING, Dispatch, WorkerState
+from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.builder import Builder
 
 NOW_MS, RUN_MS, SILENCE_MS = 10_000_000.0, 5_000.0, 3_000.0
-UNIT = Unit(0, 0, (0,), (), (), ())
+
+
+def one_step() -> Plan:
+    p = Builder("one", limits={"silence_max_ms": SILENCE_MS})
+    p.output("y", p.step("a", "echo", value=p.input("x", "text"), run_max_ms=RUN_MS).value)
+    return plan_of(p)
+
+
+PLAN = one_step()
+UNIT = Routes(PLAN).route(None).units[0]
 
 
 def time_limits() -> Timeouts:
-    p = Builder("one", limits={"silence_max_ms": SILENCE_MS})
-    p.output("y", p.step("a", "echo", value=p.input("x", "text"), run_max_ms=RUN_MS).value)
-    return Timeouts(plan_of(p), [(0,)])
+    return Timeouts(PLAN, [(0,)])
 
 
 def worker_state(state: str = READY, message_ms: float = NOW_MS) -> WorkerState:
