@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from weftline.engine.protocol.messages import Value
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import graph, task_table
-from weftline.engine.scheduler.groups import OrderedGroup
 from weftline.engine.scheduler.request import OPEN, Request, passed_before
 from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.shm.block import Block, Key
 
 if TYPE_CHECKING:
+    from weftline.engine.scheduler.groups import OrderedGroup
     from weftline.engine.scheduler.programs import Program
 
 STALE_DEADLINES_MAX = 1024

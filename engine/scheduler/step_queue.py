@@ -412,6 +412,8 @@ class StepQueue:
     def learn(self, tasks: Sequence[Task], items: int, run_ms: float, now_ms: float, took_ms: float = 0.0) -> None:
         """Learn the run time of a batch of `tasks`. Steps faster than a message are sampled, to save the cost.
 
+        A step with a Latency of its own learns from batches without items of others, whose time is theirs too.
+
         items:   in one call for them.
         took_ms: from when it was sent to when its result was back; learned where tasks expire.
         """
@@ -427,8 +429,9 @@ class StepQueue:
         if self.expires:
             self.latency.learn_spread(items, max(took_ms, run_ms), now_ms)
         self.latency.learn(items, run_ms, now_ms)
-        if self.apart:
-            for own in {task.unit.head.latency for task in tasks} - {self.latency}:
+        if self.apart and len(steps := {task.unit.head for task in tasks}) == 1:
+            own = steps.pop().latency
+            if own is not self.latency:
                 if self.expires:
                     own.learn_spread(items, max(took_ms, run_ms), now_ms)
                 own.learn(items, run_ms, now_ms)

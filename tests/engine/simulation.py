@@ -24,6 +24,8 @@ import msgspec
 from tests.engine.device_world import UNSEEN, UNSEEN_AND_BEGUN, DeviceWorld, with_devices
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
+from tests.engine.program_world import KILLS_STREAMING_MAX as KILLS_SHARED_MAX
+from tests.engine.program_world import ProgramWorld
 from tests.engine.scheduler_harness import any_type
 from tests.engine.timed_world import TimedWorld, with_timeouts
 from tests.engine.worlds import WORKER_ARENA_BYTES, random_plan
@@ -36,7 +38,7 @@ from weftline.engine.scheduler import workers as supervisor
 from weftline.engine.scheduler.request import Request
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.workers import WorkerState
-from weftline.errors import LimitReached
+from weftline.errors import LimitReached, SessionClosed
 from weftline.nodes.urgency import SequencePart
 from weftline.shm.block import INLINE_BYTES_MAX, Block, Place
 from weftline.testing.clock import ManualClock
@@ -71,12 +73,13 @@ class World:
         self.rng = random.Random(seed)
         plan = with_timeouts(random_plan(self.rng, listed=seed % LISTED == LISTED - 1), seed)
         self.plan = with_devices(with_idleness(with_memory(plan, seed), seed), seed)
-        self.timed = TimedWorld(self.plan, seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
         self.gpus = DeviceWorld(self.plan, seed)
         self.scheduler = Scheduler(self.plan, seed)
         any_type(self.scheduler)
+        self.programs = ProgramWorld(self.plan, seed, self.scheduler)
+        self.timed = TimedWorld(self.plan, seed, self.programs)
         self.clock = ManualClock()
         self.requests = requests
         self.todo: list[tuple[float, int, tuple[object, ...]]] = []
@@ -128,6 +131,8 @@ class World:
             alone = alone[8:] + alone[rows:8]
         for request in alone:
             self.at(self.rng.uniform(5, latest if request % 2 else 200), ("submit", request))
+        for when, how in self.programs.times():
+            self.at(when, ("programs", how))
 
     @property
     def now(self) -> float:
@@ -182,6 +187,8 @@ class World:
             and self.scheduler.idle()
             and not self.unsaid
             and self.gpus.quiet()
+            and self.programs.quiet()
+            and not any(what[0] == "programs" for _, _, what in self.todo)
             and not any(what[0] == "deliver" for _, _, what in self.todo)
         )
 
@@ -213,8 +220,23 @@ class World:
         for one in events:
             if isinstance(one, ev.FromWorker) and isinstance(one.message, msg.AttachFailed):
                 self.gpus.on_message(one.worker, one.message)
-        self.obey(self.scheduler.on_all(events, self.now))
+        commands = self.scheduler.on_all(events, self.now)
+        for one in events:
+            if isinstance(one, ev.OpenProgram):
+                self.programs.opened(one)
+                any_type(self.scheduler)
+            if isinstance(one, ev.Submitted | ev.GroupSubmitted):
+                rows = (one,) if isinstance(one, ev.Submitted) else one.rows
+                refused = {command.request for command in commands if isinstance(command, ev.Refuse)}
+                for row in rows:
+                    self.programs.submitted(row.request, row.request in refused)
+        self.obey(commands)
         self.check()
+
+    def on_programs(self, how: str) -> None:
+        """Open, reload or retire a program."""
+        for event in self.programs.events(how):
+            self.tell(event)
 
     # what callers do
 
@@ -236,6 +258,7 @@ class World:
     def made_up(self, request: int, job: bool) -> ev.Submitted | None:
         """Return a request; None when there is no room for its inputs."""
         rng, inputs = self.rng, {}
+        program, plan = self.programs.pick(request)
         for given in self.plan.inputs:
             if given.optional and rng.random() < 0.4:
                 inputs[given.name] = msg.ABSENT
@@ -245,13 +268,13 @@ class World:
                 inputs[given.name] = msg.Value("bytes", data=b"x")
             else:
                 try:
-                    block = self.scheduler.try_reserve([INLINE_BYTES_MAX + 1])[0]
-                except LimitReached:
+                    block = self.scheduler.try_reserve([INLINE_BYTES_MAX + 1], program=program)[0]
+                except (LimitReached, SessionClosed):
                     self.scheduler.give_up([as_block(value.place) for value in inputs.values() if value.place])
                     self.refused.add(request)
                     return None
                 inputs[given.name] = msg.Value("bytes", place=block.place(0, INLINE_BYTES_MAX + 1))
-        names = [output.name for output in self.plan.outputs]
+        names = [output.name for output in plan.outputs]
         wanted = None if rng.random() < 0.7 else tuple(rng.sample(names, rng.randint(1, len(names))))
         deadline = self.now + rng.uniform(5, 300) if rng.random() < 0.3 else None
         priority = rng.choice((-100, 0, 0, 0, 100))
@@ -262,7 +285,7 @@ class World:
         seed = request if job else None
         return ev.Submitted(
             request=request, inputs=inputs, wanted=wanted, deadline_ms=deadline, priority=priority, sequence=sequence,
-            pieces=pieces, job=job, seed=seed,
+            pieces=pieces, job=job, seed=seed, program=program,
         )  # fmt: skip
 
     def think_again(self, request: int) -> None:
@@ -362,6 +385,7 @@ class World:
     def on_die(self, worker: int, arena: int) -> None:
         if self.arena_of.get(worker) != arena:
             return
+        running = self.items_of(worker)
         for held in (
             self.arena_of,
             self.inbox,
@@ -373,6 +397,7 @@ class World:
             self.paused,
         ):
             held.pop(worker, None)  # type: ignore[attr-defined]
+        self.programs.died(running, self.now)
         self.kv.die(worker)
         self.gpus.die(worker)
         self.waiting_device.discard(worker)
@@ -486,7 +511,7 @@ class World:
         if self.timed.on:
             ran = self.timed.ran(message, chain)
             if not short:
-                self.timed.learned(message.step, self.now)
+                self.timed.learned(message, self.now)
         if unfinished:
             self.gpus.left_unfinished(worker, message)
             self.later(("release", worker, arena, message.dispatch), self.gpus.release_ms)
@@ -592,7 +617,7 @@ class World:
             return msg.Value("bytes", place=block.place(position * size, size))
         if buffer is not None and buffer.blocks and draw < 0.9:
             return msg.Value("bytes", place=buffer.blocks[0].place(0, 20_000))
-        return msg.Value("bytes", data=b"y")
+        return msg.Value("bytes", data=self.programs.tag(item.id))
 
     def on_round(self, worker: int, arena: int) -> None:
         """A streaming worker does a round: pieces for some items, the end for others."""
@@ -679,13 +704,20 @@ class World:
                     self.gpus.condemn(command.worker)
                     self.later(("die", command.worker, self.arena_of.get(command.worker, -1)))
                 case ev.Finish():
+                    self.programs.check_end(command, self.now)
                     self.end(command.request, "ok")
                     self.later(("deliver", command.request), 10)
                 case ev.Fail():
+                    self.programs.check_end(command, self.now)
                     self.end(command.request, command.error)
                     if command.message == UNSEEN:
                         raise AssertionError(f"request {command.request} failed of memory that its worker cannot see")
+                case ev.OpenIngress():
+                    self.programs.ingress(command.arena)
+                case ev.ProgramEnded():
+                    self.programs.ended(command.program, {item for one in self.arena_of for item in self.items_of(one)})
                 case ev.Refuse():
+                    self.programs.check_end(command, self.now)
                     queued = any(self.scheduler.queued.values())
                     self.timed.check_refused(command, not queued and not any(self.inbox.values()))
                     self.refused.add(command.request)
@@ -699,13 +731,20 @@ class World:
             self.check_items(worker, message)
         match message:
             case msg.RunBatch():
+                self.programs.dispatched(message.dispatch)
                 self.gpus.sent(worker, message)
                 self.inbox[worker].append(message)
                 if len(self.inbox[worker]) > 2:
                     raise AssertionError("more than two dispatches with one worker")
                 if len(self.inbox[worker]) == 1:
                     self.start_work(worker, arena)
+            case msg.DropChains():
+                if any(run.chain in message.chains for run in self.inbox.get(worker, ())):
+                    raise AssertionError(f"worker {worker} is to drop a chain that it runs")
+                for chain in message.chains if worker in self.chains else ():
+                    del self.chains[worker][chain]
             case msg.Chain():
+                self.programs.chained(message)
                 self.chains[worker][message.id] = message
             case msg.Submit():
                 self.streams[worker].extend((message.step, item) for item in message.items)
@@ -752,6 +791,11 @@ class World:
                 for id in message.sequences:
                     self.sequence_of.pop((message.step, id), None)
 
+    def items_of(self, worker: int) -> set[int]:
+        """Return the items that a worker has."""
+        streams = {item.id for _, item in self.streams.get(worker, ())}
+        return streams | {item.id for run in self.inbox.get(worker, ()) for item in run.items}
+
     def on_took(self, worker: int, arena: int, items: tuple[int, ...], step: int) -> None:
         self.say(worker, arena, msg.ChunkRead(step, items))
 
@@ -788,6 +832,8 @@ class World:
                 raise AssertionError(f"item {item.id} was sent after its deadline")
             if task.request.route.waits_for.get(task.place, -1) not in (-1, *task.request.active_fallbacks):
                 raise AssertionError(f"item {item.id} is of a fallback that is not active")
+            chain_id = message.chain if isinstance(message, msg.RunBatch) else 0
+            self.programs.check_item(message.step, item, task, chain_id)
             self.timed.check_sent(self.scheduler, message.step, item, self.now)
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
@@ -838,15 +884,18 @@ class World:
         total = c.ok + c.failed + c.cancelled + c.expired + scheduler.open_requests
         if c.admitted != total:
             raise AssertionError(f"{c.admitted} admitted, {total} accounted for")
-        if scheduler.program().admission.requests != scheduler.open_requests:
+        admissions = [one.admission for one in scheduler.state.programs.values()]
+        if sum(one.requests for one in admissions) != scheduler.open_requests:
             raise AssertionError("admission has lost count")
         if c.stale < self.stale:
             raise AssertionError(f"{self.stale} messages came too late, {c.stale} are counted")
         self.check_sources()
+        self.programs.check()
         self.gpus.check()
         for request, kills in self.kills.items():
             streams = self.plan.steps[self.killers[request]].streams
-            if kills > (KILLS_STREAMING_MAX if streams else KILLS_MAX):
+            most = KILLS_SHARED_MAX if self.programs.on else KILLS_STREAMING_MAX
+            if kills > (most if streams else KILLS_MAX):
                 raise AssertionError(f"request {request} has killed {kills} workers")
 
     def check_rest(self) -> None:
@@ -861,7 +910,8 @@ class World:
                 raise AssertionError(f"{queue.name}: a sequence still waits for items that will never come")
         if scheduler.state.timers.any:
             raise AssertionError(f"timers are still set: {scheduler.state.timers.at}")
-        if scheduler.program().admission.size_bytes:
+        self.programs.check_rest({chain for held in self.chains.values() for chain in held})
+        if any(one.admission.size_bytes for one in scheduler.state.programs.values()):
             raise AssertionError("admission still counts bytes")
         if len(self.ended) + len(self.refused) != self.requests:
             raise AssertionError(f"{len(self.ended)} ended, {len(self.refused)} refused, of {self.requests}")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
+from tests.engine.program_world import SLOW_MS, ProgramWorld, Version
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.condition_values import peek
@@ -54,23 +55,30 @@ def with_timeouts(plan: Plan, seed: int) -> Plan:
 class TimedWorld:
     """Facts about a timed world, seen from outside: the time of each step, and which were measured."""
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, programs: ProgramWorld) -> None:
         rng = random.Random(seed)
         self.on = is_timed(seed)
-        self._plan = plan
+        self._programs = programs
         self._takes_ms = [rng.choice(TAKES_MS) for _ in plan.steps]
-        self._measured: dict[int, list[float]] = {}
+        self._measured: dict[tuple[str, str], list[float]] = {}
         self._inputs: dict[int, Mapping[str, msg.Value]] = {}
+        self._own: dict[int, tuple[str, str]] = {}
 
     def takes_ms(self, message: msg.RunBatch, chain: msg.Chain | None) -> float:
-        return sum(self._takes_ms[step] for step in self._steps(message, chain))
+        return sum(one.run_ms for one in self.ran(message, chain))
 
     def ran(self, message: msg.RunBatch, chain: msg.Chain | None) -> tuple[msg.StepRun, ...]:
         """Return what a worker reports."""
-        return tuple(msg.StepRun(self._takes_ms[step], 1, len(message.items)) for step in self._steps(message, chain))
+        extra_ms = max(self._programs.extra_ms(item.id) for item in message.items)
+        times = [self._takes_ms[step] for step in self._steps(message, chain)]
+        times[0] += extra_ms
+        return tuple(msg.StepRun(run_ms, 1, len(message.items)) for run_ms in times)
 
-    def learned(self, step: int, now_ms: float) -> None:
-        self._measured.setdefault(step, []).append(now_ms)
+    def learned(self, message: msg.RunBatch, now_ms: float) -> None:
+        """Note a measurement of the only step that a batch has items of."""
+        steps = {self._own[item.id] for item in message.items}
+        if len(steps) == 1:
+            self._measured.setdefault(steps.pop(), []).append(now_ms)
 
     def submitted(self, event: ev.Submitted) -> None:
         self._inputs[event.request] = event.inputs
@@ -78,7 +86,8 @@ class TimedWorld:
     def check_sent(self, scheduler: Scheduler, step: int, item: msg.Item, now_ms: float) -> None:
         """Check that a task can finish within its timeout, and that its due time follows what is known."""
         task = scheduler.state.live[item.id]
-        request, planned = task.request, self._plan.steps[step]
+        request, planned = task.request, task.unit.head.planned
+        own = self._own[item.id] = (request.program.plan.name, planned.name)
         if request.deadline_ms is not None and request.path is not None:
             path = known_path(request.route, request.values, request.missing, request.active_fallbacks)
             started = [at for at, left in enumerate(request.missing) if left < 0]
@@ -93,8 +102,9 @@ class TimedWorld:
         by_ms = task.arrived_ms + planned.timeout_ms
         if task.stream_input is None and not planned.fed and now_ms > by_ms + 1e-6:
             raise AssertionError(f"item {item.id} was sent after its timeout")
-        measured = self.on and not planned.streams and self._is_measured(step, now_ms)
-        if measured and now_ms + self._takes_ms[step] > by_ms + 1e-6:
+        measured = self.on and not planned.streams and self._is_measured(own, now_ms)
+        takes_ms = self._takes_ms[step] + self._programs.extra_ms(item.id)
+        if measured and now_ms + takes_ms > by_ms + 1e-6:
             raise AssertionError(f"item {item.id} was sent although it cannot finish within its timeout")
 
     def check_refused(self, refusal: ev.Refuse, is_idle: bool) -> None:
@@ -102,27 +112,28 @@ class TimedWorld:
         needs = re.search(r"needs about ([0-9.e+]+) ms", refusal.message)
         if not self.on or not is_idle or needs is None or refusal.error != "DeadlineExceeded":
             return
-        most_ms = self._most_ms(self._inputs[refusal.request])
+        version = self._programs.version_of[refusal.request]
+        most_ms = self._most_ms(version, self._inputs[refusal.request])
         if float(needs.group(1)) > 1.1 * most_ms + 1:
             raise AssertionError(f"refused: {refusal.message}; it need not take more than {most_ms} ms")
 
-    def _is_measured(self, step: int, now_ms: float) -> bool:
+    def _is_measured(self, step: tuple[str, str], now_ms: float) -> bool:
         times = self._measured.get(step, [])
         gaps = [later - before for before, later in pairwise(times)]
         recent = len(times) >= SAMPLES_MIN and now_ms - times[-1] < FRESH_MS
         return recent and all(gap < FRESH_MS for gap in gaps[1 - SAMPLES_MIN :])
 
-    def _most_ms(self, inputs: Mapping[str, msg.Value]) -> float:
+    def _most_ms(self, version: Version, inputs: Mapping[str, msg.Value]) -> float:
         """Return the time of all steps that are certain to run, one after the other."""
         there = {(None, name) for name, value in inputs.items() if value.kind != "absent"}
-        dormant = {step.fallback for step in self._plan.steps}
+        dormant = {step.fallback for step in version.plan.steps}
         total = 0.0
-        for index, step in enumerate(self._plan.steps):
+        for step, deployment in zip(version.plan.steps, version.deployments):
             if not self._is_certain(step, there, inputs) or step.name in dormant:
                 continue
             there |= {(step.name, port.name) for port in step.outputs}
             if not step.control:
-                total += self._bounded_ms(index)
+                total += self._bounded_ms(version, step, deployment)
         return total
 
     def _is_certain(
@@ -137,13 +148,13 @@ class TimedWorld:
             return any(reads)
         return all(read or one.optional for read, one in zip(reads, step.inputs)) and not step.map
 
-    def _bounded_ms(self, index: int) -> float:
-        step, takes_ms = self._plan.steps[index], self._takes_ms[index]
+    def _bounded_ms(self, version: Version, step: PlannedStep, deployment: int) -> float:
+        takes_ms = self._takes_ms[deployment] + SLOW_MS * (version.program.id % 2)
         if step.streams:
             return math.inf  # its rounds take a random time
         if step.timeout_ms is None or takes_ms <= step.timeout_ms:
             return takes_ms
-        others = 0.0 if step.fallback is None else sum(self._takes_ms)
+        others = 0.0 if step.fallback is None else sum(self._takes_ms) + SLOW_MS * len(self._takes_ms)
         return min(takes_ms, step.timeout_ms + others)
 
     def _steps(self, message: msg.RunBatch, chain: msg.Chain | None) -> list[int]:
