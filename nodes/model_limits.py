@@ -15,8 +15,9 @@ import re
 import stat
 import zipfile
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -66,7 +67,7 @@ _CONTEXT = re.compile(r"max_position_embeddings|n_positions|n_ctx|context_length
 _BOUNDS = ((_LAYERS, LAYERS_MAX), (_WIDTHS, WIDTH_MAX), (_VOCABULARY, VOCABULARY_MAX), (_CONTEXT, CONTEXT_MAX))
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BufferedReader:
     """Open a regular file for reading; OSError for a folder, a pipe or a device, without waiting for it."""
 
     def opened(name: str, flags: int) -> int:

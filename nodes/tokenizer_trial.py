@@ -5,7 +5,8 @@
 A tokenizer.json is part of a model, and a model is not trusted: its regular expressions may take exponential time, its
 replacements may double a text again and again. The tokenizers library computes outside Python and cannot be stopped,
 so both are tried before the model opens, on texts that such patterns are slow for, in a process that is killed at a
-limit. The vocabulary is not loaded there: its work is in proportion to the text, and TOKEN_CHARS_MAX bounds the rest.
+limit. The vocabulary is not loaded there: its work is in proportion to the text, and the lengths of its words and
+pieces (TOKEN_CHARS_MAX, PIECE_CHARS_MAX) bound the rest.
 
 The child reads one JSON object, tokenizer.json without its vocabulary, and prints an empty line or what is wrong.
 """
@@ -44,7 +45,11 @@ GROWTH_MAX = 64
 TOKEN_CHARS_MAX = 1_000
 """Most characters of a word that WordPiece splits, in quadratic time; published models have 100."""
 
+PIECE_CHARS_MAX = 64
+"""Most characters of a piece of a Unigram vocabulary, whose time grows with their square; published ones have 16."""
+
 LITERALS_MAX = 48
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _NOTHING = msgspec.Raw(b"null")
 _TRIED = re.compile(r'"type": "(Split|Replace|Prepend)"')
@@ -52,6 +57,8 @@ _TRIED = re.compile(r'"type": "(Split|Replace|Prepend)"')
 
 
 class _Model(msgspec.Struct):
+    type: Any = None
+    vocab: msgspec.Raw = _NOTHING
     max_input_chars_per_word: Any = 0
 
 
@@ -87,8 +94,18 @@ def _problem(data: bytes) -> str:
     word = found.model.max_input_chars_per_word if found.model is not None else 0
     if isinstance(word, int) and word > TOKEN_CHARS_MAX:
         return f"max_input_chars_per_word is {word}, and at most {TOKEN_CHARS_MAX} is accepted"
+    if found.model is not None and found.model.type in ("Unigram", None) and (piece := _long_piece(found.model.vocab)):
+        return f"its vocabulary has a piece of {piece} characters, and at most {PIECE_CHARS_MAX} are accepted"
     parts = json.dumps({name: parse_json(bytes(getattr(found, name))) for name in _PARTS})
     return _wait_trial(parts) if _TRIED.search(parts) else ""
+
+
+def _long_piece(vocabulary: msgspec.Raw) -> int:
+    """Return the length of a text above PIECE_CHARS_MAX in a vocabulary; 0 for none."""
+    for found in _TEXT.finditer(bytes(vocabulary)):
+        if len(found[0]) > PIECE_CHARS_MAX and (length := len(json.loads(found[0]))) > PIECE_CHARS_MAX:
+            return length
+    return 0
 
 
 def _wait_trial(parts: str) -> str:

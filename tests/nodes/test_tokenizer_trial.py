@@ -35,6 +35,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "doubling": {
         "normalizer": {"type": "Sequence", "normalizers": [_replace({"String": "a"}, "aa")] * 40}
     },
+    "long pieces": {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["?", 0.0], ["a" * 1000, -1.0]]}},
+    "long pieces of no type": {"model": {"vocab": [["\u4e00" * 100, -1.0]]}},
     "long words": {"model": {"type": "WordPiece", "max_input_chars_per_word": 10**9}},
 }  # fmt: skip
 
@@ -73,6 +75,11 @@ PUBLISHED = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 """The patterns of GPT-2, Llama 3 (Qwen2's too) and GPT-4o."""
+
+
+def test_pieces_of_published_lengths_are_accepted(tmp_path: Path) -> None:
+    pieces = [[text, -1.0] for text in ("?", "\u4e00" * 16, '"\\"' * 16, "<extra_id_99>")]
+    try_tokenizer(_write(tmp_path, {"model": {"type": "Unigram", "vocab": pieces}}), "m")
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
