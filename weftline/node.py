@@ -49,6 +49,8 @@ copy.
 
 from __future__ import annotations
 
+from msgspec import Meta
+
 from weftline.errors import MissingPackage, ModelError, StepError
 from weftline.fields import LOAD, REQUEST, RESOURCE
 from weftline.nodes.contract import (
@@ -84,6 +86,7 @@ __all__ = [
     "Detections",
     "DeviceMemoryLimit",
     "DeviceTensor",
+    "Meta",
     "MissingPackage",
     "ModelError",
     "NoConfig",

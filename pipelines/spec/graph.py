@@ -107,28 +107,20 @@ class Input:
 
     name: Annotated[str, GRAPH, UNWRITTEN]
     """Name; in a file the key of its entry."""
-
     type: Annotated[TypeText, GRAPH, STRUCTURAL]
     """Written type, such as `audio` or `float32[4]`."""
-
     about: Annotated[str, SCHEDULE] = ""
     """One line of documentation."""
-
     seconds_max: Annotated[Seconds | None, GRAPH] = None
     """Longest recording, in seconds; for `audio`."""
-
     pixels_max: Annotated[Pixels | None, GRAPH] = None
     """Largest picture, in pixels of width times height; for `image`."""
-
     bytes_max: Annotated[Bytes | None, GRAPH] = None
     """Most bytes of the value as it is sent."""
-
     default: Annotated[Any, GRAPH, STRUCTURAL] = None
     """Its value when a request omits it; text, a number, true, false, a list or a mapping."""
-
     optional: Annotated[bool, GRAPH, STRUCTURAL] = False
     """A request may omit it; without a default it is then absent."""
-
     hidden: Annotated[bool, GRAPH, UNWRITTEN] = False
     """A constant of the pipeline with its value as `default`; requests cannot contain it."""
 
@@ -155,22 +147,16 @@ class StepPolicy(CallPolicy):
 
     when: Annotated[AnyCondition | None, GRAPH, STRUCTURAL] = None
     """A condition, such as `kind.label == 'speech'`; where it is false, the step is skipped, its outputs absent."""
-
     map: Annotated[Names, GRAPH, STRUCTURAL] = ()
     """The input port, or ports, that receive a list and run item by item; the step's outputs become lists."""
-
     retry: Annotated[AnyRetry | None, SCHEDULE] = None
     """Number of retries of a failed item, or a mapping; default: one, after a worker's death only."""
-
     timeout_ms: Annotated[DurationMs | None, SCHEDULE] = None
     """Upper limit for one item, waiting included; then the step has failed."""
-
     reserved: Annotated[int, Meta(ge=0, le=4096), RESOURCE] = 0
     """Number of instances that run no job rows, reserved for other requests; less than `instances`."""
-
     idle: Annotated[AnyIdle | None, RESOURCE] = None
     """Release of device memory: after this many seconds without work, or a mapping; never by default."""
-
     base_dir: Annotated[Path | None, RESOURCE, UNWRITTEN] = None
     """Folder of relative paths in options; None: the pipeline's own."""
 
@@ -181,51 +167,37 @@ class Step(StepPolicy):
 
     name: Annotated[str, GRAPH, UNWRITTEN]
     """Name; in a file the key of its entry."""
-
     node: Annotated[AnyPath, LOAD, STRUCTURAL] = ""
     """The node: a name of the catalog, `package.module:Class`, or `file.py:Class`."""
-
     options: Annotated[Mapping[str, Any], LOAD, REST] = field(default_factory=dict)
     """The node's own options, as written; validated against the node's Config."""
-
     inputs: Annotated[Mapping[Name, AnyWire], GRAPH, STRUCTURAL] = field(default_factory=dict)
     """Source of each input port: `step.port`, the name of a pipeline input, or a constant, `{value: 224}`."""
-
     _: KW_ONLY
 
     pipeline: Annotated[AnyPath, GRAPH, STRUCTURAL] = ""
     """A pipeline file that runs as this step, instead of a node; only `inputs` and `when` may be set beside it."""
-
     batch: Annotated[BatchPolicy | None, LOAD] = None
     """Batching of items; default: the node's own."""
-
     fallback: Annotated[Name | Annotated[Mapping[Name, Constant], Meta(min_length=1)] | None, GRAPH, STRUCTURAL] = None
     """Replacement when the step fails or times out: another step, constants by output port, or `absent`."""
-
     idempotent: Annotated[bool | None, SCHEDULE] = None
     """The step may run twice for one item; default: as declared by its node."""
-
     sequence: Annotated[SequencePolicy | None, LOAD] = None
     """The step keeps state between the requests of a sequence; default: as declared by its node."""
-
     worker: Annotated[Name | None, RESOURCE] = None
     """Steps that name the same worker share its process; default: each instance has a process of its own, and light
     steps (`template`) share one."""
-
     instances: Annotated[Count | Annotated[Mapping[OneDevice, Count], Meta(min_length=1)], RESOURCE] = 1
     """Loaded copies of the node; or their number on each device, such as `{"cuda:0": 2, cpu: 1}`."""
-
     device: Annotated[Device, RESOURCE] = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
-
     threads: Annotated[Annotated[int, Meta(ge=1, le=1024)] | None, SCHEDULE] = None
     """CPU threads of one instance's process, for OpenMP, BLAS, torch and ONNX Runtime. Default: heavy nodes such as
     `whisper` and `torch` divide the cores among their processes, and others, `function` among them, have one. Among
     steps that share a process the largest number applies."""
-
     device_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 44)] | None, RESOURCE] = None
     """Upper limit of one instance's device memory, in bytes, without KV memory; default: as measured, if it was."""
-
     run_max_ms: Annotated[DurationMs | None, SCHEDULE] = None
     """Upper limit of one call of the node, after which its worker is killed; default: 10 minutes. For a streaming step,
     such as `llm`: its longest time without progress while it has work."""

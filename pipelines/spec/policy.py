@@ -64,25 +64,18 @@ class BatchPolicy:
 
     items_max: Annotated[int, Meta(ge=1, le=4096), LOAD] = 1
     """Most items in one call of the node, at least 1."""
-
     wait_max_ms: Annotated[float, Meta(ge=0, le=60_000), RESOURCE] = 0.0
     """Longest time that an item waits for more items; 0: never (with `wait: auto`: at most 20 ms)."""
-
     wait: Annotated[Literal["fixed", "auto"], RESOURCE] = "fixed"
     """`fixed`: wait for wait_max_ms. `auto`: wait only while it lowers the total latency, by measured times."""
-
     sizes: Annotated[Sizes, LOAD] = ()
     """Preferred numbers of items, rising; a batch closes at once when it reaches the largest."""
-
     shapes: Annotated[Literal["any", "same"], LOAD] = "any"
     """`any`: items of all shapes share a call. `same`: only items whose tensors have equal shapes."""
-
     pad: Annotated[Mapping[Name, Sizes], LOAD] = field(default_factory=dict)
     """Named sizes of the step's inputs that are padded up to one of these numbers, and cut back afterwards."""
-
     pad_value: Annotated[float, Meta(ge=-1e38, le=1e38), LOAD] = 0.0
     """Value of the padding."""
-
     order: Annotated[Literal["deadline", "arrival"], RESOURCE] = "deadline"
     """`deadline`: the item with the earliest latest start runs first. `arrival`: the oldest."""
 
@@ -98,10 +91,8 @@ class Retry:
 
     attempts: Annotated[Attempts, SCHEDULE] = 0
     """Most retries of an item."""
-
     wait_ms: Annotated[float, Meta(ge=0, le=60_000), SCHEDULE] = 0.0
     """Delay before the first retry; it doubles with each."""
-
     on: Annotated[tuple[Literal["error", "timeout"], ...], Meta(min_length=1), SCHEDULE] = ("error", "timeout")
     """Failures that are retried: `error` (the node failed on the item), `timeout` (of the step)."""
 
@@ -112,7 +103,6 @@ class SequencePolicy:
 
     live_max: Annotated[int, Meta(ge=1, le=1_000_000), SCHEDULE] = 64
     """Most open sequences of the step."""
-
     idle_max_ms: Annotated[DurationMs, SCHEDULE] = 60_000.0
     """Longest time without a request; then the sequence is ended."""
 
@@ -123,7 +113,6 @@ class IdlePolicy:
 
     after_s: Annotated[IdleSeconds, RESOURCE]
     """Time without work after which the step sleeps."""
-
     keep: Annotated[Literal["host", "process", "nothing"], RESOURCE] = "process"
     """`host`: keep the weights in host memory. `process`: keep only the process, and reopen the node on demand.
     `nothing`: end the worker, once all of its steps have been idle for long enough, and restart it on demand."""
@@ -141,24 +130,18 @@ class GpuPolicy:
     """`host`: a tensor is passed on when it is complete, so that no reader waits for a dead process. `event`: as soon
     as its work is queued on the device, where readers wait for its event. When the producer dies, the workers that wait
     for it die, too."""
-
     processes: Annotated[Literal["grouped", "separate"], RESOURCE] = "grouped"
     """`grouped`: of the steps of one GPU, each llm step has a process of its own and the others share one. `separate`:
     each instance of every step has one. A step's own `worker` takes precedence."""
-
     arena_bytes: Annotated[ArenaBytes, SCHEDULE] = 256 << 20
     """Device memory of each process for tensors that other processes read there."""
-
     reserve_bytes: Annotated[int, Meta(ge=0, le=1 << 40), SCHEDULE] = 1 << 30
     """Device memory that is never allocated."""
-
     context_bytes: Annotated[int, Meta(ge=0, le=1 << 36), SCHEDULE] = 512 << 20
     """Device memory of each process's context, where it was not measured."""
-
     mps: Annotated[bool, RESOURCE] = False
     """Use NVIDIA's multi-process service if it runs: processes compute side by side, and a fatal fault in one ends all
     of them."""
-
     nvtx: Annotated[bool, SCHEDULE] = False
     """Write NVTX ranges for Nsight Systems: each call of a step on a GPU, and each round of an llm step there."""
 
@@ -169,53 +152,38 @@ class Limits:
 
     requests_max: Annotated[int, Meta(ge=1, le=1_000_000), SCHEDULE] = 256
     """Most requests that are open: admitted and not finished."""
-
     deadline_ms: Annotated[DurationMs | None, SCHEDULE] = None
     """Default deadline of a request, from the call to its last output; a late request fails. None: no deadline."""
-
     refuse_early: Annotated[bool, SCHEDULE] = True
     """Refuse a request that by measured times cannot meet its deadline, before any of its steps runs."""
-
     request_bytes_max: Annotated[Bytes, GRAPH] = 64 << 20
     """Most bytes of one request's inputs."""
-
     open_bytes_max: Annotated[int, Meta(ge=1, le=1 << 42), SCHEDULE] = 1 << 30
     """Most bytes of the inputs of all open requests together."""
-
     pixels_max: Annotated[Pixels, GRAPH] = 16_000_000
     """Largest image, in pixels of width times height, checked before decoding."""
-
     seconds_max: Annotated[Seconds, GRAPH] = 120.0
     """Longest recording, in seconds, checked before decoding."""
-
     map_items_max: Annotated[int, Meta(ge=1, le=1_000_000), GRAPH] = 1024
     """Longest list that a `map:` step takes from one request."""
-
     arena_bytes: Annotated[ArenaBytes, SCHEDULE] = 64 << 20
     """Shared memory of each process that writes there, in bytes; reserved when the pipeline opens. For request inputs
     it holds at least two of the largest images or recordings."""
-
     decode_bytes_max: Annotated[Annotated[int, Meta(ge=1 << 20, le=1 << 40)] | None, SCHEDULE] = None
     """Most memory that decoding images and recordings may use at a time, beside shared memory; further requests wait in
     arrival order. None: as much as the largest input needs."""
-
     stream_bytes_max: Annotated[Bytes, SCHEDULE] = 4 << 20
     """Most unread bytes of a streamed answer; above it the producer is paused."""
-
     stall_max_ms: Annotated[DurationMs, SCHEDULE] = 30_000.0
     """Longest time without a read of a streamed answer; then its request fails."""
-
     silence_max_ms: Annotated[float, Meta(ge=1500, le=3_600_000), SCHEDULE] = 3_000.0
     """Longest time without a heartbeat of a worker; then it is killed and restarted. Workers send one a second."""
-
     retry_share: Annotated[float, Meta(ge=0, le=1), SCHEDULE] = 0.1
     """Most retries, as a share of first attempts."""
-
     kv_bytes: Annotated[Mapping[OneDevice, Annotated[int, Meta(ge=1 << 16, le=1 << 44)]], SCHEDULE] = field(
         default_factory=dict
     )
     """KV memory that llm steps of a device share, in bytes by device; moved to the step that needs it."""
-
     job_batch_ms: Annotated[float, Meta(gt=0, le=3_600_000), SCHEDULE] = 50.0
     """Longest run of a batch of job rows, by measured times, and so the longest wait of other requests."""
 

@@ -25,28 +25,20 @@ class PipelineFile:
 
     weftline: Literal[1]
     """Version of this format."""
-
     name: Name
     """Name of the pipeline."""
-
     about: str = ""
     """One line of documentation."""
-
     inputs: Mapping[Name, AnyInput] = field(default_factory=dict)
     """Inputs of a request: a type such as `image` or `float32[4]`, or a mapping with type and limits."""
-
     steps: Mapping[Name, Step]
     """Steps by name."""
-
     outputs: Mapping[Name, AnyOutput]
     """Outputs of a request: `step.port`, or the name of an input."""
-
     limits: Limits | None = None
     """Limits on requests."""
-
     slo: Slo | None = None
     """Service level objectives: measured and reported, never enforced."""
-
     gpu: GpuPolicy | None = None
     """GPU policy."""
 
