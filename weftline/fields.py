@@ -13,6 +13,7 @@ describes its pattern in words.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -38,10 +39,13 @@ class FieldClass:
 
 
 LOAD = FieldClass("load", True)
+"""Part of what is loaded, with an effect on results: models, number formats. The class of an unmarked option."""
 RESOURCE = FieldClass("load", False)
 """Part of what is loaded, without an effect on results: devices, memory sizes."""
 REQUEST = FieldClass("request", True)
+"""Applies to single items, with an effect on results: prompts, languages."""
 GRAPH = FieldClass("graph", True)
+"""Wires and control flow."""
 SCHEDULE = FieldClass("graph", False)
 """Scheduling, without an effect on results: times, retries, limits on open work."""
 DERIVED = FieldClass("graph", False)
@@ -162,6 +166,15 @@ def _as_written(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # equal to its defaults: one key is written
         return changed_fields(value) or dict([*plain(value).items()][:1])
     return plain(value)
+
+
+def annotation_text(annotation: Any) -> str:
+    """Return an annotation as written, without its metadata."""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    match ast.parse(text, mode="eval").body if text.startswith("Annotated[") else None:
+        case ast.Subscript(slice=ast.Tuple(elts=[inner, *_])):
+            return ast.unparse(inner)
+    return text
 
 
 def copied(of: type[Any], source: Any) -> dict[str, Any]:

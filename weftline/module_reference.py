@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from weftline.fields import annotation_text
+
 COMMAND = "python -m weftline.module_reference"
 PAGES: Mapping[str, Path] = {
     "weftline.node": Path("docs/reference/node.md"),
@@ -90,16 +92,12 @@ def _signature(value: Any) -> str:
             parts.append("*")
             keyword_only = True
         prefix = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-        typed = "" if one.annotation is one.empty else f": {_written(one.annotation)}"
+        typed = "" if one.annotation is one.empty else f": {annotation_text(one.annotation)}"
         default = "" if one.default is one.empty else f" = {_default(one.default)}"
         parts.append(f"{prefix}{one.name}{typed}{default if typed else default.replace(' ', '')}")
     returned = signature.return_annotation
     known = returned not in (signature.empty, None, "None") and not inspect.isclass(value)
-    return f"({', '.join(parts)})" + (f" -> {_written(returned)}" if known else "")
-
-
-def _written(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return f"({', '.join(parts)})" + (f" -> {annotation_text(returned)}" if known else "")
 
 
 def _default(value: Any) -> str:

@@ -49,8 +49,6 @@ copy.
 
 from __future__ import annotations
 
-from msgspec import Meta
-
 from weftline.errors import MissingPackage, ModelError, StepError
 from weftline.fields import LOAD, REQUEST, RESOURCE
 from weftline.nodes.contract import (
@@ -86,7 +84,6 @@ __all__ = [
     "Detections",
     "DeviceMemoryLimit",
     "DeviceTensor",
-    "Meta",
     "MissingPackage",
     "ModelError",
     "NoConfig",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
@@ -16,6 +15,7 @@ import typer
 
 from weftline.engine.flags import Flag
 from weftline.errors import ModelError
+from weftline.fields import annotation_text, plain
 from weftline.nodes.catalog import CATALOG, FAKES, dotted, engines_of, resolve
 from weftline.nodes.contract import ConfigError, Node, StepContext
 from weftline.nodes.ports import Port, Ports
@@ -124,23 +124,12 @@ def options_of(node: type[Node]) -> list[Option]:
             default = field.default_factory()
         elif default is dataclasses.MISSING:
             default, required = None, True
-        type, found = _type_text(field.type), of[field.name]
+        type, found = annotation_text(field.type), of[field.name]
         options.append(Option(field.name, type, required, default, docs.get(field.name, ""), found.part, found.results))
     return options
 
 
-def _type_text(type: Any) -> str:
-    """Return an annotation as written, without its metadata."""
-    text = type if isinstance(type, str) else getattr(type, "__name__", str(type))
-    match ast.parse(text, mode="eval").body if text.startswith("Annotated[") else None:
-        case ast.Subscript(slice=ast.Tuple(elts=[inner, *_])):
-            return ast.unparse(inner)
-    return text
-
-
 def _described(reference: str, node: type[Node], ports: Ports | None) -> dict[str, Any]:
-    from weftline.fields import plain
-
     options = [{**dataclasses.asdict(one), "default": plain(one.default)} for one in options_of(node)]
     return {
         "name": reference,
@@ -176,8 +165,6 @@ def _option_lines(options: Sequence[Option]) -> list[str]:
 
 
 def _short(default: Any) -> str:
-    from weftline.fields import plain
-
     return textwrap.shorten(json.dumps(plain(default), ensure_ascii=False), 60, placeholder=" ...")
 
 
