@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weftline.fields import result_fields, written_fields
 from weftline.nodes.catalog import CATALOG, FAKES, engines_of, resolve
 from weftline.nodes.contract import BatchNode, Node, StepContext, StreamNode
 from weftline.nodes.control import Control
@@ -20,8 +21,18 @@ from weftline.pipelines.check.options import option_classes, to_config
 from weftline.pipelines.render.field_docs import summary
 from weftline.pipelines.spec.condition import ALLOWED, CHARS_MAX
 from weftline.pipelines.spec.document import DEPTH_MAX, EVENTS_MAX, TEXT_BYTES_MAX
+from weftline.pipelines.spec.graph import Input, Step
 from weftline.pipelines.spec.json_schema import catalog_nodes, json_schema, node_options
-from weftline.pipelines.spec.policy import NAME_CHARS_MAX
+from weftline.pipelines.spec.policy import (
+    NAME_CHARS_MAX,
+    BatchPolicy,
+    GpuPolicy,
+    IdlePolicy,
+    Limits,
+    Retry,
+    SequencePolicy,
+    Slo,
+)
 
 YAML_PAGE = Path("docs/reference/yaml.md")
 COMMAND = "python -m weftline.pipelines.render.reference"
@@ -72,6 +83,29 @@ taken.
 """
 
 
+_SECTIONS: Mapping[str, type[Any]] = {
+    "Inputs, in long form": Input,
+    "Steps": Step,
+    "`batch` of a step": BatchPolicy,
+    "`retry` of a step, in long form": Retry,
+    "`sequence` of a step": SequencePolicy,
+    "`idle` of a step, in long form": IdlePolicy,
+    "`limits`": Limits,
+    "`slo`": Slo,
+    "`gpu`": GpuPolicy,
+}
+
+
+def _compared(of: type[Any]) -> str:
+    """Return the sentence on the keys that a job compares with those of its first run."""
+    keys, results = [one.name for one in written_fields(of)], result_fields(of)
+    compared = ", ".join(f"`{name}`" for name in keys if name in results)
+    others = ", ".join(f"`{name}`" for name in keys if name not in results)
+    lines = [f"A resumed job compares {compared or 'none of these'}."]
+    lines += [f"It may have other values of {others}."] if compared and others else []
+    return " ".join(lines) + "\n"
+
+
 def yaml_reference() -> str:
     """Return the page, in Markdown: every key of a pipeline file and every option of the built-in nodes."""
     schema = json_schema()
@@ -79,19 +113,9 @@ def yaml_reference() -> str:
     names = defs["Step"]["properties"]["node"]["anyOf"][0]
     names["enum"] = [name for name in names["enum"] if name not in FAKES]
     parts = [_INTRO]
-    for title, of in (
-        ("The file", schema),
-        ("Inputs, in long form", defs["Input"]),
-        ("Steps", defs["Step"]),
-        ("`batch` of a step", defs["BatchPolicy"]),
-        ("`retry` of a step, in long form", defs["Retry"]),
-        ("`sequence` of a step", defs["SequencePolicy"]),
-        ("`idle` of a step, in long form", defs["IdlePolicy"]),
-        ("`limits`", defs["Limits"]),
-        ("`slo`", defs["Slo"]),
-        ("`gpu`", defs["GpuPolicy"]),
-    ):
-        parts += [f"## {title}\n", table(of, defs)]
+    parts += ["## The file\n", table(schema, defs)]
+    for title, of in _SECTIONS.items():
+        parts += [f"## {title}\n", table(defs[of.__name__], defs), _compared(of)]
     parts.append("## Options of the built-in nodes\n\nWritten beside the step's own keys.\n")
     listed = {name: path for name, path in CATALOG.items() if name not in FAKES}
     for name, node in catalog_nodes(listed).items():

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from weftline.engine.session import plan_of
 from weftline.fields import classes, result_fields, written_fields
 from weftline.nodes.ports import Port
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
-from weftline.pipelines.spec.graph import Input, Step, StepPolicy
+from weftline.pipelines.spec.graph import Input, StepPolicy
 from weftline.pipelines.spec.policy import BatchPolicy, Limits, SequencePolicy
 
 PIPELINE = """\
@@ -206,19 +205,3 @@ def test_versions_are_read_without_importing_anything() -> None:
 
 def test_versions_know_the_kinds_of_devices(folder: Path) -> None:
     assert versions(plan_of(folder / "p.yaml"))["devices"] == "cpu"
-
-
-GUIDE = Path(__file__).parents[4] / "docs/guides/batch.md"
-
-
-@pytest.mark.parametrize(
-    ("of", "name"), [(Step, "a step"), (Input, "an input"), (BatchPolicy, "`batch`"), (Limits, "`limits`")]
-)
-def test_the_guide_names_what_is_compared(of: type, name: str) -> None:
-    page = " ".join(GUIDE.read_text(encoding="utf-8").split())
-    compared, others = (
-        set(re.findall(r"`(\w+)`", page.partition(f"- {words} of {name}: ")[2].partition(".")[0]))
-        for words in ("Compared", "Not compared")
-    )
-    keys, results = {one.name for one in written_fields(of)}, set(result_fields(of))
-    assert (compared, others) == (keys & results, keys - results)
