@@ -8,8 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from weftline.engine.protocol import messages as msg
@@ -18,12 +20,15 @@ from weftline.engine.scheduler import (
     device_messages,
     dispatch,
     estimates,
+    events,
     graph,
     host_copies,
     idle,
     lost_devices,
+    programs,
     request_table,
     results,
+    scheduler,
     streams,
     task_table,
     workers,
@@ -34,7 +39,7 @@ from weftline.engine.scheduler.events import FromWorker, WorkerDied
 from weftline.engine.scheduler.lost_devices import LostDevice
 from weftline.engine.scheduler.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.scheduler.request import Request
-from weftline.engine.scheduler.routes import KNOWN
+from weftline.engine.scheduler.routes import KNOWN, Routes
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.sequences import Sequences
 from weftline.engine.scheduler.sleep_state import SleepState
@@ -526,3 +531,193 @@ def a_step_that_counts_beyond_its_timeout(patch: pytest.MonkeyPatch, draws: rand
 @mutant
 def a_failure_that_is_absent_and_never_produced(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(graph, "_produce_absent", graph.settle)
+
+
+# programs that share deployments
+
+
+@mutant
+def a_request_that_is_answered_by_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    submit = scheduler.submit
+
+    def confused(state: SchedulerState, event: Any, *more: Any) -> None:
+        others = [id for id, one in state.programs.items() if not one.retiring]
+        if others and draws.random() < 0.05:
+            event = msgspec.structs.replace(event, program=draws.choice(others), wanted=None)
+        submit(state, event, *more)
+
+    patch.setattr(scheduler, "submit", confused)
+
+
+@mutant
+def answers_of_a_mixed_batch_that_are_exchanged(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    on_batch_done = results.HANDLERS[BatchDone]
+
+    def shifted(state: SchedulerState, worker_id: int, message: BatchDone) -> None:
+        tasks = next((one.tasks for one in state.workers[worker_id].running if one.id == message.dispatch), [])
+        if len({task.request.program for task in tasks}) > 1 and len(tasks) == len(message.results):
+            message = msgspec.structs.replace(message, results=message.results[1:] + message.results[:1])
+        on_batch_done(state, worker_id, message)
+
+    patch.setitem(results.HANDLERS, BatchDone, shifted)  # type: ignore[arg-type]
+
+
+@mutant
+def an_estimate_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    join = StepQueue.join
+
+    def common(self: StepQueue, step: Any) -> None:
+        step.latency = self.latency
+        self.apart = [step]
+        join(self, step)
+        step.latency = self.latency
+        self._on_users()
+
+    patch.setattr(StepQueue, "join", common)
+
+
+@mutant
+def an_item_that_is_late_by_the_times_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(dispatch, "_in_time", lambda state, queue, tasks, starts_ms: tasks)
+
+
+@mutant
+def a_chain_id_that_two_programs_use(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    make = Routes.__init__
+    patch.setattr(Routes, "__init__", lambda s, plan, steps=None, chains=None, new=None: make(s, plan, steps, chains))
+
+
+@mutant
+def an_arena_id_that_is_given_out_twice(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    open_program = programs.open_program
+
+    def stingy(state: SchedulerState, event: Any, arena: int) -> Any:
+        program = open_program(state, event, arena)
+        state.arena_ids -= arena > 0
+        return program
+
+    patch.setattr(programs, "open_program", stingy)
+
+
+@mutant
+def a_program_that_ends_while_a_worker_runs_its_items(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(programs, "_at_work", lambda state: [])
+
+
+@mutant
+def a_program_that_ends_while_its_requests_are_open(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def hasty(state: SchedulerState) -> None:
+        for program in list(state.retiring.values()):
+            programs._forget(state, program)
+
+    patch.setattr(programs, "end_retired", hasty)
+
+
+@mutant
+def a_program_that_never_ends(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def careless(state: SchedulerState, event: Any) -> None:
+        program = state.programs.get(event.program)
+        if program is not None:
+            program.retiring = program.to_check = True
+
+    patch.setitem(scheduler.HANDLERS, events.RetireProgram, careless)  # type: ignore[arg-type]
+
+
+@mutant
+def a_step_that_outlives_its_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(StepQueue, "leave", lambda s, step: None)
+
+
+@mutant
+def an_arena_that_outlives_its_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    retire = Ledger.retire_arena
+    owned = lambda s, arena: any(one.arena == arena for one in opened)  # noqa: E731
+    opened: list[Any] = []
+    open_program = programs.open_program
+
+    def noted(*args: Any) -> Any:
+        opened.append(open_program(*args))
+        return opened[-1]
+
+    patch.setattr(programs, "open_program", noted)
+    patch.setattr(Ledger, "retire_arena", lambda s, arena: None if owned(s, arena) else retire(s, arena))
+
+
+@mutant
+def a_chain_that_stays_in_workers_after_a_reload(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(Routes, "chain_ids", property(lambda s: ()))
+
+
+@mutant
+def a_retired_program_that_admits_requests(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    check_open = programs.check_open
+    patch.setattr(programs, "check_open", lambda state, id: state.programs.get(id) or check_open(state, id))
+
+
+@mutant
+def limits_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    open_program = programs.open_program
+
+    def greedy(state: SchedulerState, event: Any, arena: int) -> Any:
+        program = open_program(state, event, arena)
+        program.admission = next(iter(state.programs.values())).admission
+        return program
+
+    patch.setattr(programs, "open_program", greedy)
+
+
+@mutant
+def a_list_limit_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def loose(state: SchedulerState, event: Any, arena: int) -> Any:
+        first = next(iter(state.programs.values()), None)
+        program = open_program(state, event, arena)
+        if first is not None:
+            program.plan = replace(program.plan, limits=first.plan.limits)
+        return program
+
+    open_program = programs.open_program
+    patch.setattr(programs, "open_program", loose)
+
+
+@mutant
+def a_retry_budget_that_programs_share(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    open_program = programs.open_program
+
+    def shared(state: SchedulerState, event: Any, arena: int) -> Any:
+        program = open_program(state, event, arena)
+        program.retries = next(iter(state.programs.values())).retries
+        return program
+
+    patch.setattr(programs, "open_program", shared)
+
+
+@mutant
+def counters_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    open_program = programs.open_program
+
+    def mixed(state: SchedulerState, event: Any, arena: int) -> Any:
+        program = open_program(state, event, arena)
+        program.counters = next(iter(state.programs.values())).counters
+        return program
+
+    patch.setattr(programs, "open_program", mixed)
+
+
+@mutant
+def an_error_that_names_the_step_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    fail = task_table.fail
+
+    def vague(state: SchedulerState, task: Any, error: str, message: str, step: str, *more: Any, **named: Any) -> None:
+        fail(state, task, error, message, state.queues[task.unit.deployment].users[0].name, *more, **named)
+
+    patch.setattr(task_table, "fail", vague)
+
+
+@mutant
+def a_program_that_pays_for_the_deaths_of_another(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    def unfair(state: SchedulerState, tasks: Any) -> None:
+        for program in state.programs.values():
+            program.deaths_ms.append(state.now_ms)
+            program.to_check = True
+
+    patch.setattr(programs, "note_death", unfair)

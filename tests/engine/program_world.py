@@ -190,12 +190,15 @@ class ProgramWorld:
         program = self._scheduler.program(event.program)
         self.versions[event.program] = Version(event.plan, event.deployments, program)
 
-    def pick(self, request: int) -> tuple[int, Plan]:
+    def pick(self) -> int:
         """Return the program that a request is submitted to; now and then one that has retired."""
         takes = [id for id, one in self.versions.items() if not one.retired or self.rng.random() < 0.05]
-        id = self.rng.choice(takes) if self.on and takes else max(self.versions)
+        return self.rng.choice(takes) if self.on and takes else max(self.versions)
+
+    def submits(self, request: int, id: int) -> Plan:
+        """Note the program that a request is submitted to; return its plan."""
         self.version_of[request] = self.versions[id]
-        return id, self.versions[id].plan
+        return self.versions[id].plan
 
     # what is seen of them
 
@@ -254,7 +257,8 @@ class ProgramWorld:
 
     def extra_ms(self, item: int) -> float:
         """Return how much longer a call takes because of an item: those of some programs are slow."""
-        return SLOW_MS * (self.version_of[self.owner[item]].program.id % 2)
+        request = self.owner.get(item)  # none: it ended in the turn in which it was sent
+        return SLOW_MS * (self.version_of[request].program.id % 2) if request is not None else 0.0
 
     def tag(self, item: int) -> bytes:
         """Return the bytes that an item is answered with."""
@@ -303,18 +307,18 @@ class ProgramWorld:
             raise AssertionError(f"arena {arena} was given out twice")
         self._arenas.add(arena)
 
-    def died(self, items: set[int], now_ms: float) -> None:
-        """Note a worker that died while it ran these items."""
-        versions = {id(self.version_of[self.owner[one]]): self.version_of[self.owner[one]] for one in items}
-        for version in versions.values():
-            version.killed_ms.append(now_ms)
+    def died(self, items: set[int] | None, now_ms: float) -> None:
+        """Note a worker that died while it ran these items; None: some that it has answered may count too."""
+        for version in self.versions.values():
+            if items is None or any(self.version_of[self.owner[one]] is version for one in items if one in self.owner):
+                version.killed_ms.append(now_ms)
 
     def _killed(self, version: Version, now_ms: float) -> int:
         return sum(now_ms - at < DEATHS_MS for at in version.killed_ms)
 
     def is_ended(self, item: int) -> bool:
         """Whether the program of an item has ended."""
-        return self.version_of[self.owner[item]].ended
+        return item in self.owner and self.version_of[self.owner[item]].ended
 
     def ended(self, id: int, held: set[int]) -> None:
         """Check that a program ends when all of its requests have, and no worker has anything of it."""

@@ -20,6 +20,7 @@ import msgspec
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.condition_values import peek
+from weftline.engine.scheduler.programs import FIRST_PROGRAM
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.engine.scheduler.workers import GIVEN_UP, READY
 from weftline.nodes.ports import PortType
@@ -95,10 +96,28 @@ class SchedulerHarness:
         self.commands: list[ev.Command] = []
         self.all_commands: list[ev.Command] = []
         self._requests = 0
+        self._plans = {FIRST_PROGRAM: self.plan}
         self._apply(self.scheduler.start(0.0))
         if up:
             for worker in range(len(self.plan.workers)):
                 self.start_worker(worker)
+
+    # programs
+
+    def open(self, pipeline: Builder | Plan, *deployments: int) -> int:
+        """Open a program over deployments of the plan; return its id."""
+        plan = pipeline if isinstance(pipeline, Plan) else plan_of(pipeline)
+        id = self.scheduler.state.program_ids + 1
+        self.handle(ev.OpenProgram(id, plan, deployments))
+        self._plans[id] = plan
+        any_type(self.scheduler)
+        return id
+
+    def retire(self, program: int) -> None:
+        self.handle(ev.RetireProgram(program))
+
+    def ended_programs(self) -> list[int]:
+        return [one.program for one in self.all_commands if isinstance(one, ev.ProgramEnded)]
 
     # callers
 
@@ -109,6 +128,7 @@ class SchedulerHarness:
         priority: int = 0,
         sequence: SequencePart | None = None,
         pieces: bool = True,
+        program: int = FIRST_PROGRAM,
         **inputs: Any,
     ) -> int:
         """Submit a request with a deadline `deadline_ms` from now; return its number.
@@ -117,14 +137,14 @@ class SchedulerHarness:
         """
         self._requests += 1
         values = {name: one if isinstance(one, msg.Value) else json(one) for name, one in inputs.items()}
-        for one in self.plan.inputs:
+        for one in self._plans[program].inputs:
             if one.name not in values:
                 values[one.name] = json(one.default) if one.default is not None else msg.ABSENT
         by_ms = None if deadline_ms is None else self.now_ms + deadline_ms
         self.handle(
             ev.Submitted(
                 request=self._requests, inputs=values, wanted=wanted, deadline_ms=by_ms, priority=priority,
-                sequence=sequence, pieces=pieces,
+                sequence=sequence, pieces=pieces, program=program,
             )
         )  # fmt: skip
         return self._requests

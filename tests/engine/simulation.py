@@ -241,24 +241,25 @@ class World:
     # what callers do
 
     def on_submit(self, request: int) -> None:
-        event = self.made_up(request, job=self.rng.random() < 0.1)
+        event = self.made_up(request, self.programs.pick(), job=self.rng.random() < 0.1)
         if event is not None:
             self.timed.submitted(event)
             self.tell(event)
             self.think_again(request)
 
     def on_together(self, requests: tuple[int, ...]) -> None:
-        rows = [row for request in requests if (row := self.made_up(request, job=True)) is not None]
+        program = self.programs.pick()
+        rows = [row for request in requests if (row := self.made_up(request, program, job=True)) is not None]
         for row in rows:
             self.timed.submitted(row)
         self.tell(ev.GroupSubmitted(tuple(rows)))
         for row in rows:
             self.think_again(row.request)
 
-    def made_up(self, request: int, job: bool) -> ev.Submitted | None:
+    def made_up(self, request: int, program: int, job: bool) -> ev.Submitted | None:
         """Return a request; None when there is no room for its inputs."""
         rng, inputs = self.rng, {}
-        program, plan = self.programs.pick(request)
+        plan = self.programs.submits(request, program)
         for given in self.plan.inputs:
             if given.optional and rng.random() < 0.4:
                 inputs[given.name] = msg.ABSENT
@@ -397,7 +398,7 @@ class World:
             self.paused,
         ):
             held.pop(worker, None)  # type: ignore[attr-defined]
-        self.programs.died(running, self.now)
+        self.programs.died(None if self.hears_together else running, self.now)
         self.kv.die(worker)
         self.gpus.die(worker)
         self.waiting_device.discard(worker)

@@ -76,9 +76,10 @@ class TimedWorld:
 
     def learned(self, message: msg.RunBatch, now_ms: float) -> None:
         """Note a measurement of the only step that a batch has items of."""
-        steps = {self._own[item.id] for item in message.items}
-        if len(steps) == 1:
-            self._measured.setdefault(steps.pop(), []).append(now_ms)
+        steps = {self._own.get(item.id) for item in message.items}  # None: it ended in the turn in which it was sent
+        own = steps.pop()
+        if own is not None and not steps:
+            self._measured.setdefault(own, []).append(now_ms)
 
     def submitted(self, event: ev.Submitted) -> None:
         self._inputs[event.request] = event.inputs
