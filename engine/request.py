@@ -9,9 +9,14 @@ options. Values are checked when the options are made, as far as possible withou
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from msgspec import Meta
 
 from weftline.errors import InputError
+from weftline.fields import worded
+from weftline.nodes.field_checks import check_fields, check_value, field_names
 from weftline.nodes.urgency import PRIORITY_MAX, SEEDS, SequencePart
 
 SEQUENCE_CHARS_MAX = 128
@@ -20,46 +25,52 @@ SEQUENCE_CHARS_MAX = 128
 DEADLINE_MS_MAX = 86_400_000
 """Longest deadline, a day: as in a pipeline file. Every wait then fits into the system's time types."""
 
+SequenceId = Annotated[str, Meta(min_length=1, max_length=SEQUENCE_CHARS_MAX)]
+Names = Annotated[Sequence[str], worded("a list of names")]
+_A_SEQUENCE = Meta(extra={"expected": f"an id of 1 to {SEQUENCE_CHARS_MAX} characters, or a weftline.SequencePart"})
+Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
-@dataclass(frozen=True, slots=True, init=False)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Options of one request, for sessions and clients. All are keywords, and none is required.
 
-    outputs:     names of the wanted outputs; steps that only other outputs need do not run. None: all.
-    deadline_ms: time limit from the call on; None: the pipeline's own deadline.
-    priority:    from -100 to 100; requests of higher priority go first in every queue.
-    sequence:    the request's position in a sequence of requests; an id alone means a request in the middle.
-    job:         True for a row of a job: it waits behind other requests in every queue, at priority -100 unless
-                 another is set, and the pipeline's own deadline does not apply.
-    seed:        seed of random choices, from 0 to 2^62 - 1; None: a new one for each request.
+    InputError lists the invalid ones.
     """
 
-    outputs: tuple[str, ...] | None
-    deadline_ms: float | None
-    priority: int
-    sequence: SequencePart | None
-    job: bool
-    seed: int | None
+    outputs: Names | None = None
+    """Names of the wanted outputs; steps that only other outputs need do not run. None: all."""
+    deadline_ms: Annotated[float, Meta(ge=0, le=DEADLINE_MS_MAX)] | None = None
+    """Time limit from the call on; None: the pipeline's own deadline."""
+    priority: Priority = 0
+    """Requests of higher priority go first in every queue."""
+    sequence: Annotated[SequencePart | SequenceId, _A_SEQUENCE] | None = None
+    """The request's position in a sequence of requests; an id alone means a request in the middle."""
+    job: bool = False
+    """True for a row of a job: it waits behind other requests in every queue, at priority -100 unless another is set,
+    and the pipeline's own deadline does not apply."""
+    seed: Annotated[int, Meta(ge=0, le=SEEDS - 1)] | None = None
+    """Seed of random choices; None: a new one for each request."""
 
-    def __init__(
-        self,
-        *,
-        outputs: Sequence[str] | None = None,
-        deadline_ms: float | None = None,
-        priority: int = 0,
-        sequence: SequencePart | str | None = None,
-        job: bool = False,
-        seed: int | None = None,
-    ) -> None:
-        """Check every value; InputError for the first invalid one."""
-        put = object.__setattr__
-        put(self, "outputs", None if outputs is None else _checked_outputs(outputs))
-        put(self, "deadline_ms", None if deadline_ms is None else _checked_deadline(deadline_ms))
-        priority = _checked_int("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
-        put(self, "priority", -PRIORITY_MAX if job and not priority else priority)
-        put(self, "sequence", None if sequence is None else _checked_sequence(sequence))
-        put(self, "job", _checked_bool("job", job))
-        put(self, "seed", None if seed is None else _checked_int("seed", seed, 0, SEEDS - 1))
+    def __post_init__(self) -> None:
+        if not check_fields(self):
+            return
+        if isinstance(self.sequence, SequencePart):
+            check_value("sequence.id", SequenceId, self.sequence.id)
+        elif self.sequence is not None:
+            object.__setattr__(self, "sequence", SequencePart(self.sequence))
+        if self.job and not self.priority:
+            object.__setattr__(self, "priority", -PRIORITY_MAX)
+
+    @property
+    def output_names(self) -> tuple[str, ...] | None:
+        """Names of the wanted outputs; a list has become a tuple."""
+        return cast(tuple[str, ...] | None, self.outputs)
+
+    @property
+    def sequence_part(self) -> SequencePart | None:
+        """The position in a sequence; an id has become the part in the middle."""
+        return cast(SequencePart | None, self.sequence)
 
 
 def checked_options(options: object) -> RequestOptions:
@@ -74,53 +85,9 @@ def checked_options(options: object) -> RequestOptions:
 
 def options_hint(unknown: Iterable[str]) -> str:
     """Return a remedy for unknown inputs that are names of options; '' if none is."""
-    names = [one.name for one in fields(RequestOptions) if one.name in set(unknown)]
-    if not names:
-        return ""
-    return f"\n    fix: pass options in one value: RequestOptions({', '.join(f'{name}=...' for name in names)})"
-
-
-def _checked_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(outputs, str):
-        raise InputError("outputs: expected a list of names")
-    try:
-        names = tuple(outputs)
-    except TypeError:
-        raise InputError("outputs: expected a list of names") from None
-    if not all(isinstance(name, str) for name in names):
-        raise InputError("outputs: expected a list of names")
-    return names
-
-
-def _checked_deadline(deadline_ms: object) -> float:
-    if isinstance(deadline_ms, bool) or not isinstance(deadline_ms, int | float):
-        raise InputError(f"deadline_ms: found {type(deadline_ms).__name__}, expected a number of milliseconds")
-    if not 0 <= deadline_ms <= DEADLINE_MS_MAX:
-        raise InputError(f"deadline_ms: found {deadline_ms}, expected 0 to {DEADLINE_MS_MAX} milliseconds")
-    return deadline_ms
-
-
-def _checked_int(name: str, value: object, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{name}: found {type(value).__name__}, expected a whole number")
-    if not least <= value <= most:
-        raise InputError(f"{name}: found {value}, expected {least} to {most}")
-    return value
-
-
-def _checked_bool(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InputError(f"{name}: found {type(value).__name__}, expected True or False")
-    return value
-
-
-def _checked_sequence(sequence: object) -> SequencePart:
-    part = SequencePart(sequence) if isinstance(sequence, str) else sequence
-    if not isinstance(part, SequencePart) or not isinstance(part.id, str):
-        raise InputError(f"sequence: found {type(sequence).__name__}, expected an id, or a weftline.SequencePart")
-    if not 1 <= len(part.id) <= SEQUENCE_CHARS_MAX:
-        raise InputError(f"sequence: found an id of {len(part.id)} characters, expected 1 to {SEQUENCE_CHARS_MAX}")
-    return part
+    wrong = set(unknown)
+    names = ", ".join(f"{name}=..." for name in field_names(RequestOptions) if name in wrong)
+    return f"\n    fix: pass options in one value: RequestOptions({names})" if names else ""
 
 
 DEFAULT_OPTIONS = RequestOptions()

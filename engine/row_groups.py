@@ -114,7 +114,7 @@ class _Call:
         version, request = self._enter()
         try:
             started_ms = version.runtime.clock.now_ms()
-            version.inputs.check_outputs(options.outputs)
+            version.inputs.check_outputs(options.output_names)
             packed = version.inputs.pack(row)
             size_bytes = sum(one.size_bytes for one in packed.values() if not one.travels_inline)
             if self._group_bytes + size_bytes > GROUP_SHARE * job_bytes_max(

@@ -266,8 +266,8 @@ def submission(
     """Return the request as the scheduler receives it; releases `values` if an option is invalid for the pipeline."""
     inputs, deadline_ms = version.inputs, options.deadline_ms
     try:
-        if options.outputs is not None:
-            inputs.check_outputs(options.outputs)
+        if options.output_names is not None:
+            inputs.check_outputs(options.output_names)
     except BaseException:
         inputs.release(values, version.runtime)
         raise
@@ -276,10 +276,10 @@ def submission(
     return ev.Submitted(
         request=request,
         inputs=values,
-        wanted=options.outputs,
+        wanted=options.output_names,
         deadline_ms=None if deadline_ms is None else started_ms + deadline_ms,  # decoding is part of it
         priority=options.priority,
-        sequence=options.sequence,
+        sequence=options.sequence_part,
         pieces=pieces,
         job=options.job,
         seed=options.seed,

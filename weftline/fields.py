@@ -24,6 +24,8 @@ from pathlib import PurePath
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from msgspec import Meta
+
 
 @dataclass(frozen=True, slots=True)
 class FieldClass:
@@ -119,6 +121,11 @@ def written_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 def _marks(cls: type[Any], name: str, of: type[Any]) -> list[Any]:
     return [one for one in markers(cls)[name] if isinstance(one, of)]
+
+
+def worded(expected: str, **bounds: Any) -> Meta:
+    """Return bounds that errors describe as `expected`."""
+    return Meta(extra={"expected": expected}, **bounds)
 
 
 def written_form(hint: Any) -> Written | None:

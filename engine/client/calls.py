@@ -134,7 +134,7 @@ class Calls:
         started_ms = self._clock()
         retry_state = self._retry_state_of(options)
         description = yield from self.describe(model, retry_state)
-        tensors, outputs = _tensors(description, inputs), description.check_outputs(options.outputs)
+        tensors, outputs = _tensors(description, inputs), description.check_outputs(options.output_names)
         response = yield from self._infer(description, tensors, outputs, options, retry_state)
         self.note_version(description, response.version)
         return Result(values_of(response.outputs, description.outputs), (), self._clock() - started_ms)
@@ -165,7 +165,7 @@ class Calls:
         """Return the start of a stream, with its inputs inside the message."""
         retry_state = self._retry_state_of(options)
         description = yield from self.describe(model, retry_state)
-        outputs = description.check_outputs(options.outputs)
+        outputs = description.check_outputs(options.output_names)
         message = _message(model, _tensors(description, inputs), outputs, options, streamed=True)
         return StreamStart(message, description, retry_state)
 
@@ -313,9 +313,9 @@ def _parameters(options: RequestOptions, streamed: bool) -> dict[str, Parameter]
     parameters: dict[str, Parameter] = {}
     if options.priority:
         parameters["priority"] = PRIORITY_MAX + 1 - options.priority  # 1 is the highest
-    if options.sequence is not None:
-        parameters["sequence_id"] = options.sequence.id
-        parameters["sequence_start"], parameters["sequence_end"] = options.sequence.start, options.sequence.end
+    if (part := options.sequence_part) is not None:
+        parameters["sequence_id"] = part.id
+        parameters["sequence_start"], parameters["sequence_end"] = part.start, part.end
     if streamed:
         parameters[EMPTY_FINAL] = True
     if options.job:

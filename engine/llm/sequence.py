@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weftline.engine.llm.kv_cache import PageTable
-from weftline.engine.llm.params import SamplingParams, shown
+from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.retention import Retention
 from weftline.engine.llm.vision.positions import RotaryPositions
 from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError
+from weftline.nodes.field_checks import shown
 from weftline.nodes.urgency import PATIENCE_MS, PRIORITY_STEP_MS
 
 UNKNOWN = -1

@@ -14,9 +14,9 @@ from typing import Any
 
 from weftline.engine.llm.answer_syntax import CALLS_MAX, END_HERMES, END_THINK, HERMES, MISTRAL
 from weftline.engine.llm.grammar.constraint import TEXT_BYTES_MAX
-from weftline.engine.llm.params import shown
 from weftline.engine.llm.tokens import check_tools
 from weftline.errors import InputError
+from weftline.nodes.field_checks import shown
 
 KINDS = ("auto", "none", "required", "function")
 NAME_CHARS_MAX = 256

@@ -8,9 +8,9 @@
     tokens: tokens.yaml
     tls: {certificate: cert.pem, key: key.pem}
 
-Each class is a frozen value and a pydantic schema at once: a key, its default, its bounds and its documentation stand
-here only. A `Flag` makes a key an option of `weftline serve` too, with the same type, bounds and sentence. Bounds apply
-to files and options (`serve_file.py`); code may construct any value.
+Each class is a frozen value and the schema of its keys: a key, its default, its bounds and its documentation stand here
+only. A `Flag` makes a key an option of `weftline serve` too, with the same type, bounds and sentence. Bounds apply to
+files and options (`serve_file.py`); code may construct any value.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo
+from msgspec import Meta
 
 from weftline.engine.flags import Flag
-from weftline.pipelines.check.validation import pydantic_type
+from weftline.fields import Written, shorthand, worded
 from weftline.pipelines.spec.policy import Name
 
 LOOPBACK = "127.0.0.1"
@@ -31,13 +31,6 @@ LOOPBACK = "127.0.0.1"
 FREE_BYTES = 64 << 10
 """Messages of up to this size are not counted against a server's byte budget, so that small requests never wait behind
 large ones. `limits.calls_max` bounds their number."""
-
-MODEL_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$"
-"""Names of served pipelines. A leading dot is refused: `.` and `..` would be lost in a URL."""
-
-GROUP_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?$"
-HOST_PATTERN = r"^[A-Za-z0-9._:%-]{1,253}$"
-COLLECTOR_PATTERN = r"^(https?://[A-Za-z0-9._:\[\]-]{1,253}/?)?$"
 
 PIPELINES_MAX = 64
 """Most pipelines of one server, and of one repository."""
@@ -48,39 +41,42 @@ EXPOSED_MAX = 64
 PATH_CHARS_MAX = 1024
 """Longest path, in characters."""
 
-_SCHEMA = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-
 
 def _number(least: float, most: float) -> Any:
     """Return the bounds of a number in a file. Both ends catch slips: bytes for megabytes, milliseconds for seconds."""
-    return Field(strict=True, ge=least, le=most)
+    return Meta(ge=least, le=most)
 
 
-def _to_path(value: Any, info: ValidationInfo) -> Any:
-    """Return a path relative to the folder in the validation context; other values fail the type check that follows."""
-    if not isinstance(value, str):
-        return value
-    if not value or len(value) > PATH_CHARS_MAX or "\0" in value:
-        raise ValueError(f"not a path: expected 1 to {PATH_CHARS_MAX} characters")
-    return (info.context or Path()) / value
+def _to_path(value: str) -> Path:
+    return Path(value)
 
 
-def _to_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+def _to_names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
-def _to_long_form(value: Any) -> Any:
-    return {"file": value} if isinstance(value, str) else value
-
-
-FilePath = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=str)]
-Host = Annotated[str, Field(pattern=HOST_PATTERN)]
+ModelName = Annotated[
+    str,  # a leading dot is refused: `.` and `..` would be lost in a URL
+    worded(
+        "1 to 128 letters, digits, '.', '_' and '-', not starting with a dot",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}$",
+    ),
+]
+_PATH = worded(f"a path of 1 to {PATH_CHARS_MAX} characters", pattern=rf"^[^\x00]{{1,{PATH_CHARS_MAX}}}$")
+FilePath = Annotated[Path, Written(Annotated[str, _PATH], _to_path, str)]
+"""A path; `serve_file.py` makes it relative to its file's folder."""
+Host = Annotated[str, worded("an address, such as 127.0.0.1, :: or a host name", pattern=r"^[A-Za-z0-9._:%-]{1,253}$")]
 Port = Annotated[int, _number(0, 65_535)]
-Switch = Annotated[bool, Field(strict=True)]
+Group = Annotated[str, worded("a group's name", pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?$")]
+Collector = Annotated[
+    str,
+    worded(
+        "http://HOST:PORT or https://HOST:PORT, or '' to disable",
+        pattern=r"^(https?://[A-Za-z0-9._:\[\]-]{1,253}/?)?$",
+    ),
+]
 StepNames = Annotated[
-    tuple[pydantic_type(Name), ...],  # type: ignore[misc]
-    Field(max_length=EXPOSED_MAX, strict=True),
-    BeforeValidator(_to_tuple, json_schema_input_type=list[Name]),
+    tuple[Name, ...], Written(Name | Annotated[list[Name], Meta(max_length=EXPOSED_MAX)], _to_names, list)
 ]
 
 
@@ -88,23 +84,19 @@ StepNames = Annotated[
 class ServedPipeline:
     """A pipeline that a server may serve."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
-
     file: FilePath
     """Its YAML file, relative to the configuration file's folder."""
 
     expose: StepNames = ()
     """Steps that are models of their own too, as `pipeline.step`; each is loaded a second time."""
 
-    load: Switch = True
+    load: bool = True
     """Load it when the server starts; otherwise when an admin requests it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
     """Address and processes of the gRPC server."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     host: Annotated[Host, Flag("--host", "ADDRESS")] = LOOPBACK
     """Address to listen on."""
@@ -118,10 +110,10 @@ class GrpcConfig:
     processes: Annotated[int, _number(0, 64), Flag("--processes")] = 0
     """Ingress processes that share the gRPC port; 0 serves in the engine's process."""
 
-    reflection: Switch = True
+    reflection: bool = True
     """Answer server reflection."""
 
-    socket_group: Annotated[str, Field(pattern=GROUP_PATTERN)] | None = None
+    socket_group: Group | None = None
     """A group whose members may use the socket too."""
 
     transport: Literal["auto", "nghttp2", "grpcio"] = "auto"
@@ -131,8 +123,6 @@ class GrpcConfig:
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
     """Address of the HTTP server: OpenAI's paths, the v2 REST protocol, /metrics, /livez, /readyz."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     host: Annotated[Host, Flag("--host", "ADDRESS")] = LOOPBACK
     """Address to listen on."""
@@ -144,8 +134,6 @@ class HttpConfig:
 @dataclass(frozen=True, slots=True)
 class Tls:
     """PEM files. Changed files are read again for new connections; open connections keep their certificates."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     certificate: Annotated[FilePath, Flag("--tls-cert", "PEM")]
     """The server's certificate and those between it and the root."""
@@ -160,8 +148,6 @@ class Tls:
 @dataclass(frozen=True, slots=True)
 class ServeLimits:
     """Limits on requests, checked before anything is decoded; a refusal names the limit."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     message_bytes_max: Annotated[int, _number(1 << 10, (1 << 31) - 1)] = 64 << 20  # gRPC: a length has 31 bits
     """Largest message, in and out."""
@@ -222,33 +208,23 @@ class ServeLimits:
 class Logs:
     """The log on standard error."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
-
     format: Annotated[Literal["text", "json"], Flag("--log-format")] = "text"
     """'json' writes one object per line; 'text' is for reading."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """'debug', 'info', 'warning' or 'error'."""
 
-    requests: Annotated[Switch, Flag("--log-requests")] = False
+    requests: Annotated[bool, Flag("--log-requests")] = False
     """Log every request; otherwise only those that fail."""
 
 
-AnyPipeline = Annotated[
-    ServedPipeline,
-    BeforeValidator(_to_long_form, json_schema_input_type=Annotated[str, Field(description="file")] | ServedPipeline),
-]
-Pipelines = Annotated[
-    Mapping[Annotated[str, Field(pattern=MODEL_PATTERN)], AnyPipeline],
-    Field(max_length=PIPELINES_MAX),
-]
+AnyPipeline = Annotated[ServedPipeline, shorthand(ServedPipeline, "file")]
+Pipelines = Annotated[Mapping[ModelName, AnyPipeline], Meta(max_length=PIPELINES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
     """A serve file."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _SCHEMA
 
     pipelines: Pipelines
     """Pipelines to serve, by the name that clients use: a pipeline file, or a mapping with more keys."""
@@ -265,10 +241,10 @@ class ServeConfig:
     tokens: Annotated[FilePath | None, Flag("--tokens", "FILE")] = None
     """The token file, with lines of `weftline token`. Left out, callers need no token."""
 
-    insecure: Annotated[Switch, Flag("--insecure")] = False
+    insecure: Annotated[bool, Flag("--insecure")] = False
     """Listen beyond loopback without TLS or tokens."""
 
-    shared_memory: Annotated[Switch, Flag("--shared-memory")] = False
+    shared_memory: Annotated[bool, Flag("--shared-memory")] = False
     """Clients may register system shared memory."""
 
     grace_s: Annotated[float, _number(0, 86_400), Flag("--grace-s")] = 30.0
@@ -280,16 +256,5 @@ class ServeConfig:
     logs: Logs = Logs()
     """The log on standard error."""
 
-    otlp: Annotated[str, Field(pattern=COLLECTOR_PATTERN), Flag("--otlp", "URL")] = ""
+    otlp: Annotated[Collector, Flag("--otlp", "URL")] = ""
     """Collector of spans (OTLP over gRPC), 'http://host:4317'; '' disables them."""
-
-
-SECTIONS: Mapping[str, type[Any]] = {
-    "pipelines": ServedPipeline,
-    "grpc": GrpcConfig,
-    "http": HttpConfig,
-    "tls": Tls,
-    "limits": ServeLimits,
-    "logs": Logs,
-}
-"""Classes of the keys that hold a mapping; under `pipelines`, one for each name."""

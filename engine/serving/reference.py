@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from weftline.engine.serving.config import EXPOSED_MAX, PIPELINES_MAX, ServeConfig
+from weftline.pipelines.check.validation import json_schema_of
 from weftline.pipelines.render.reference import table
 from weftline.pipelines.spec.document import TEXT_BYTES_MAX
 
@@ -55,7 +54,7 @@ _PARTS = (
 
 def serve_reference() -> str:
     """Return the page, in Markdown: every key of a serve file."""
-    schema = TypeAdapter(ServeConfig).json_schema()
+    schema = json_schema_of(ServeConfig)
     defs = schema["$defs"]
     parts = [_INTRO]
     for title, name in _PARTS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -19,43 +19,24 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 from weftline.engine.flags import flag_fields
 from weftline.engine.machine import this_machine
-from weftline.engine.serving.config import (
-    COLLECTOR_PATTERN,
-    GROUP_PATTERN,
-    HOST_PATTERN,
-    MODEL_PATTERN,
-    SECTIONS,
-    ServeConfig,
-    ServedPipeline,
-)
+from weftline.engine.serving.config import ServeConfig, ServedPipeline
 from weftline.errors import InputError, PipelineError, Problem
-from weftline.pipelines.check.problems import did_you_mean, from_validation, listed
+from weftline.fields import plain
+from weftline.pipelines.check.problems import did_you_mean, listed
+from weftline.pipelines.check.validation import read
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import JointPlan, Owner, planner
 from weftline.pipelines.spec.document import Document, hide_secrets, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
-from weftline.pipelines.spec.policy import NAME_PATTERN
 from weftline.pipelines.spec.single_step import alone
 
 COMMAND_LINE = "the command line"
 """File name in problems of command-line options."""
-
-_SCHEMA = TypeAdapter(ServeConfig)
-
-_EXPECTED = {
-    MODEL_PATTERN: "1 to 128 letters, digits, '.', '_' and '-', not starting with a dot",
-    NAME_PATTERN: "a step's name",
-    HOST_PATTERN: "an address, such as 127.0.0.1, :: or a host name",
-    GROUP_PATTERN: "a group's name",
-    COLLECTOR_PATTERN: "http://HOST:PORT or https://HOST:PORT, or '' to disable",
-}
-"""Descriptions of regular expressions, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +73,28 @@ def parse_serve_file(document: Document, path: str, folder: Path) -> ServeFile:
     path:   its name in problems.
     folder: folder of its relative paths.
     """
-    try:
-        if not isinstance(document.value, Mapping):
-            found = "an empty file" if document.value is None else "not a mapping"
-            raise PipelineError([*document.problems, Problem("", found, "a mapping with `pipelines:`", file=path)])
-        config = _SCHEMA.validate_python(document.value, context=folder)
-    except ValidationError as error:
-        wrong = [_readable(one) for one in from_validation(error, document.value, "", _known_keys)]
-        fresh = [one for one in wrong if one.path not in document.unread]
-        placed = [replace(one, file=path, line=line_of(one.path, document.lines)) for one in fresh]
-        raise PipelineError(hide_secrets(one, document.secrets) for one in [*document.problems, *placed]) from None
-    if document.problems:
-        raise PipelineError(document.problems)
-    return ServeFile(config, path, document.lines)
+    if isinstance(document.value, Mapping):
+        config, wrong = read(ServeConfig, document.value)
+    else:
+        found = "an empty file" if document.value is None else "not a mapping"
+        config, wrong = None, [Problem("", found, "a mapping with `pipelines:`", file=path)]
+    fresh = [one for one in wrong if one.path not in document.unread]
+    placed = [replace(one, file=path, line=line_of(one.path, document.lines)) for one in fresh]
+    if document.problems or placed:
+        raise PipelineError(hide_secrets(one, document.secrets) for one in [*document.problems, *placed])
+    return ServeFile(_beneath(folder, config), path, document.lines)
+
+
+def _beneath(folder: Path, value: Any) -> Any:
+    """Return a value with all paths in it relative to a folder."""
+    if isinstance(value, Path):
+        return folder / value
+    if isinstance(value, Mapping):
+        return {key: _beneath(folder, one) for key, one in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return replace(value, **{one.name: _beneath(folder, getattr(value, one.name)) for one in fields})
+    return value
 
 
 def is_serve_file(document: Document) -> bool:
@@ -114,28 +104,7 @@ def is_serve_file(document: Document) -> bool:
 
 def to_text(config: ServeConfig) -> str:
     """Write a configuration as a serve file, defaults included."""
-    return str(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _known_keys(loc: tuple[str | int, ...]) -> Iterable[str]:
-    """Return the keys allowed in the mapping at `loc`."""
-    return (one.name for one in dataclasses.fields(SECTIONS[str(loc[0])] if loc else ServeConfig))
-
-
-def _readable(problem: Problem) -> Problem:
-    """Replace a regular expression in a problem by its description."""
-    expected = next((text for pattern, text in _EXPECTED.items() if pattern in problem.expected), problem.expected)
-    return replace(problem, expected=expected)
+    return str(yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100))
 
 
 @cache
@@ -190,13 +159,13 @@ def assemble(
 
 def merge(config: ServeConfig, overrides: Mapping[str, Any], expose: Sequence[str] = ()) -> ServeConfig:
     """Override keys of a configuration; PipelineError names the options of values that do not fit."""
-    document = _plain(replace(config, pipelines=_exposing(config.pipelines, expose)))
+    document = plain(replace(config, pipelines=_exposing(config.pipelines, expose)))
     for key, value in overrides.items():
         *sections, last = key.split(".")
         inside = document
         for section in sections:
             inside[section] = inside = inside[section] or {}
-        inside[last] = _plain(value)
+        inside[last] = plain(value)
     if config.http is None and "http.port" not in overrides:
         document["http"] = None  # --host alone starts no HTTP server
     try:

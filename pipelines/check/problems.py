@@ -105,6 +105,8 @@ def from_validation(
     found: dict[str, Problem] = {}
     for one in error.errors(include_url=False):
         loc, whole = _inside(one["loc"], data, one["type"])
+        if one["type"] == "too_short" and len(whole) >= one["ctx"]["min_length"]:
+            continue  # its wrong entries, which have problems of their own, were not counted
         problem = _problem(dict(one), loc, whole, prefix, known)
         earlier = found.get(problem.path)
         found[problem.path] = problem if earlier is None else _either(earlier, problem)

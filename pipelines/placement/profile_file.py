@@ -16,15 +16,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from msgspec import Meta
 
 from weftline.errors import PipelineError, Problem
-from weftline.pipelines.check.problems import from_validation
+from weftline.fields import Written, worded
+from weftline.pipelines.check.validation import read
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.shm.device.names import kind_of
@@ -41,22 +42,32 @@ _PLANNED = ("kv_bytes",)
 """Options that a plan fills in, and that are measured separately."""
 
 
+def _to_items(value: str) -> int:
+    return int(value)
+
+
+_ITEMS = worded("a number of items, 1 to 999999", pattern=r"^[1-9][0-9]{0,5}$")
+Items = Annotated[int, Written(Annotated[str, _ITEMS], _to_items, str)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+Millis = Annotated[float, Meta(ge=0, le=86_400_000)]
+Text = Annotated[str, Meta(min_length=1, max_length=512)]
+Digest = Annotated[str, worded(f"{DIGEST_CHARS} hexadecimal digits", pattern=rf"^[0-9a-f]{{{DIGEST_CHARS}}}$")]
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured costs of one instance of a step on one kind of device.
+    """Measured costs of one instance of a step on one kind of device."""
 
-    open_bytes: device memory after opening.
-    peak_bytes: peak device memory, including open_bytes, by the number of items in a call.
-    run_ms:     median time of a call, by the number of items.
-    host_bytes: host memory of a process with this step only.
-    kv_bytes:   part of the device memory that was KV memory, which is planned separately.
-    """
-
-    open_bytes: int = 0
-    peak_bytes: Mapping[int, int] = field(default_factory=dict)
-    run_ms: Mapping[int, float] = field(default_factory=dict)
-    host_bytes: int = 0
-    kv_bytes: int = 0
+    open_bytes: Bytes = 0
+    """Device memory after opening."""
+    peak_bytes: Mapping[Items, Bytes] = field(default_factory=dict)
+    """Peak device memory, including open_bytes, by the number of items in a call."""
+    run_ms: Mapping[Items, Millis] = field(default_factory=dict)
+    """Median time of a call, by the number of items."""
+    host_bytes: Bytes = 0
+    """Host memory of a process with this step only."""
+    kv_bytes: Bytes = 0
+    """Part of the device memory that was KV memory, which is planned separately."""
 
     def device_bytes(self, items: int) -> int:
         """Return the memory of an instance for calls of `items`, without KV memory.
@@ -85,8 +96,8 @@ class Measured:
 class StepProfile:
     """Profile of one step by kind of device, with the step's digest at that time."""
 
-    digest: str
-    on: Mapping[str, Measured] = field(default_factory=dict)
+    digest: Digest
+    on: Mapping[Text, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,8 @@ class Profile:
     context_bytes: by kind of device.
     """
 
-    steps: Mapping[str, StepProfile] = field(default_factory=dict)
-    context_bytes: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[Text, StepProfile] = field(default_factory=dict)
+    context_bytes: Mapping[Text, Bytes] = field(default_factory=dict)
 
     def measured(self, step: str, digest: str, kind: str) -> Measured | None:
         """Return the measurements of the current version of a step, or None."""
@@ -156,16 +167,10 @@ def read_profile(path: str | Path) -> Profile:
     except (ValueError, RecursionError) as error:
         found = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
         raise PipelineError([Problem("", found, "", _FIX, file=name)]) from None
-    try:
-        entry = ProfileEntry.model_validate(document)
-    except ValidationError as error:
-        problems = from_validation(error, document, "", _known)
-        raise PipelineError([dataclasses.replace(_described(one), file=name) for one in problems]) from None
-    steps = {
-        step: StepProfile(one.digest, {kind: Measured(**_counted(on)) for kind, on in one.on.items()})
-        for step, one in entry.steps.items()
-    }
-    return Profile(steps, entry.context_bytes)
+    found, problems = read(_ProfileFile, document)
+    if problems:
+        raise PipelineError(dataclasses.replace(one, file=name, fix=one.fix or _FIX) for one in problems)
+    return Profile(found.steps, found.context_bytes)
 
 
 def to_json(profile: Profile) -> str:
@@ -190,63 +195,12 @@ def _written(measured: Measured) -> dict[str, Any]:
 
 _FIX = "measure again with `weftline profile`, or remove the file"
 
-Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
-Millis = Annotated[float, Field(ge=0, le=86_400_000)]
-ITEMS_PATTERN, DIGEST_PATTERN = r"^[1-9][0-9]{0,5}$", rf"^[0-9a-f]{{{DIGEST_CHARS}}}$"
-Items = Annotated[str, Field(pattern=ITEMS_PATTERN)]
-Text = Annotated[str, Field(min_length=1, max_length=512)]
 
-
-class Strict(BaseModel):
-    """Model with exact types and without further keys."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class MeasuredEntry(Strict):
-    """One step on one kind of device."""
-
-    open_bytes: Bytes = 0
-    peak_bytes: dict[Items, Bytes] = Field(default_factory=dict)
-    run_ms: dict[Items, Millis] = Field(default_factory=dict)
-    host_bytes: Bytes = 0
-    kv_bytes: Bytes = 0
-
-
-class StepEntry(Strict):
-    """One step."""
-
-    digest: Annotated[str, Field(pattern=DIGEST_PATTERN)]
-    on: dict[Text, MeasuredEntry]
-
-
-class ProfileEntry(Strict):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProfileFile(Profile):
     """The whole file."""
 
     weftline_profile: Literal[1]
-    context_bytes: dict[Text, Bytes] = Field(default_factory=dict)
-    steps: dict[Text, StepEntry]
-
-
-def _counted(entry: MeasuredEntry) -> dict[str, Any]:
-    """Return an entry's fields, with numbers of items as numbers."""
-    fields = dict(entry)
-    for name in ("peak_bytes", "run_ms"):
-        fields[name] = {int(items): value for items, value in fields[name].items()}
-    return fields
-
-
-def _known(loc: tuple[str | int, ...]) -> Iterable[str]:
-    """Return the keys that are known in the mapping at `loc`."""
-    entries: dict[int, type[BaseModel]] = {0: ProfileEntry, 2: StepEntry, 4: MeasuredEntry}
-    return entries.get(len(loc), ProfileEntry).model_fields
-
-
-def _described(problem: Problem) -> Problem:
-    """Return the problem with regular expressions described in words, and a fix."""
-    words = {ITEMS_PATTERN: "a number of items, 1 to 999999", DIGEST_PATTERN: f"{DIGEST_CHARS} hexadecimal digits"}
-    expected = next((text for pattern, text in words.items() if pattern in problem.expected), problem.expected)
-    return dataclasses.replace(problem, expected=expected, fix=problem.fix or _FIX)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import weftline
@@ -58,23 +59,24 @@ def test_an_option_that_is_passed_as_an_input_is_refused_with_the_remedy(start: 
 @pytest.mark.parametrize(
     ("values", "reported"),
     [
-        ({"outputs": "y"}, "outputs: expected a list of names"),
-        ({"outputs": [1]}, "outputs: expected a list of names"),
-        ({"outputs": 1}, "outputs: expected a list of names"),
-        ({"deadline_ms": -1}, "deadline_ms: found -1, expected 0 to 86400000 milliseconds"),
+        ({"outputs": "y"}, "outputs: found 'y', expected a list of names"),
+        ({"outputs": [1]}, "outputs.0: found 1, expected text"),
+        ({"outputs": 1}, "outputs: found 1, expected a list of names"),
+        ({"deadline_ms": -1}, "deadline_ms: found -1, expected a number from 0 to 86400000"),
         ({"deadline_ms": float("nan")}, "deadline_ms: found nan"),
         ({"deadline_ms": DEADLINE_MS_MAX + 1}, "deadline_ms: found 86400001"),
-        ({"deadline_ms": "1"}, "deadline_ms: found str, expected a number of milliseconds"),
-        ({"deadline_ms": True}, "deadline_ms: found bool"),
-        ({"priority": 101}, "priority: found 101, expected -100 to 100"),
-        ({"priority": 1.0}, "priority: found float, expected a whole number"),
-        ({"priority": False}, "priority: found bool"),
-        ({"sequence": 7}, r"sequence: found int, expected an id, or a weftline\.SequencePart"),
-        ({"sequence": ""}, "sequence: found an id of 0 characters, expected 1 to 128"),
-        ({"sequence": "x" * 129}, "found an id of 129 characters"),
-        ({"seed": -1}, "seed: found -1, expected 0 to 4611686018427387903"),
-        ({"seed": "1"}, "seed: found str"),
-        ({"job": 1}, "job: found int, expected True or False"),
+        ({"deadline_ms": "1"}, "deadline_ms: found '1', expected a number from"),
+        ({"deadline_ms": True}, "deadline_ms: found true"),
+        ({"priority": 101}, "priority: found 101, expected a whole number from -100 to 100"),
+        ({"priority": 1.0}, "priority: found 1.0, expected a whole number"),
+        ({"priority": False}, "priority: found false"),
+        ({"sequence": 7}, r"sequence: found 7, expected an id of 1 to 128 characters, or a weftline\.SequencePart"),
+        ({"sequence": ""}, "sequence: found '', expected an id of 1 to 128"),
+        ({"sequence": "x" * 129}, "sequence: found text of 129 characters"),
+        ({"sequence": SequencePart("")}, "sequence.id: found '', expected text of 1 to 128 characters"),
+        ({"seed": -1}, "seed: found -1, expected a whole number from 0 to 4611686018427387903"),
+        ({"seed": 1 << 40000}, "seed: found a whole number of 40001 bits"),
+        ({"job": 1, "seed": "1"}, "job: found 1, expected true or false; seed: found '1'"),
     ],
 )
 def test_values_are_checked_when_the_options_are_made(values: dict[str, Any], reported: str) -> None:
@@ -85,6 +87,8 @@ def test_values_are_checked_when_the_options_are_made(values: dict[str, Any], re
 def test_options_are_frozen_values_that_compare_and_copy() -> None:
     options = weftline.RequestOptions(outputs=["a", "b"], sequence="s", deadline_ms=5)
     assert options == RequestOptions(outputs=("a", "b"), sequence=SequencePart("s"), deadline_ms=5)
+    assert options.sequence_part == SequencePart("s") and options.outputs == ("a", "b")
+    assert RequestOptions(deadline_ms=np.float64(5)).deadline_ms == 5
     assert dataclasses.replace(options, priority=2).priority == 2 and options.priority == 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.priority = 1  # type: ignore[misc]

@@ -61,8 +61,8 @@ LLM_COMMAND = [sys.executable, "-m", "weftline.gpu_check.llm"]
 TRANSFORMERS_SHARE = 3.0
 """Bar: how many times the tokens a second of transformers' continuous batching a closed loop has to reach."""
 
-LLM_PACKAGES = ("torch", "triton", "transformers", "safetensors")
-FAKE_LLM_PACKAGES = ("torch", "transformers", "safetensors")
+LLM_PACKAGES = ("msgspec", "torch", "triton", "transformers", "safetensors")
+FAKE_LLM_PACKAGES = ("msgspec", "torch", "transformers", "safetensors")
 PIPELINE_PACKAGES = ("msgspec", "pydantic", "networkx", "yaml", "jinja2", "torch")
 LLM_STEP_PACKAGES = (*PIPELINE_PACKAGES, "transformers", "tokenizers", "llguidance")
 FLAGSHIP_PACKAGES = (*LLM_STEP_PACKAGES, "PIL", "soundfile", "whisper", "ultralytics")

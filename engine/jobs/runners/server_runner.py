@@ -165,7 +165,7 @@ class ServerRunner:
             if pipeline is not None:
                 check_same(pipeline, known, address)
             self._known = known
-            self._wanted = known.check_outputs(RequestOptions(outputs=outputs).outputs) or None
+            self._wanted = known.check_outputs(RequestOptions(outputs=outputs).output_names) or None
             self.inputs = types_of(known.inputs.values(), model, address)
             every = types_of(known.outputs.values(), model, address)
         except BaseException:

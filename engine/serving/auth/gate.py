@@ -231,7 +231,7 @@ def bearer(values: Sequence[str | bytes]) -> str | None:
 
 
 def _above_rate(entry: Token, wait_s: float) -> LimitReached:
-    rate = f"{entry.requests_per_s:g} requests a second, {entry.burst:g} at once"
+    rate = f"{entry.requests_per_s:g} requests a second, {entry.burst_calls:g} at once"
     return LimitReached(f"the token allows {rate}; the next is possible in {wait_s:.3g} s", wait_s)
 
 

@@ -59,6 +59,6 @@ class TokenRates:
         if entry is None or entry.requests_per_s is None:
             return None
         held = self._buckets.get(token)
-        if held is None or (held[0].requests_per_s, held[0].burst) != (entry.requests_per_s, entry.burst):
-            held = self._buckets[token] = (entry, RateLimit(entry.requests_per_s, entry.burst))
+        if held is None or (held[0].requests_per_s, held[0].burst_calls) != (entry.requests_per_s, entry.burst_calls):
+            held = self._buckets[token] = (entry, RateLimit(entry.requests_per_s, entry.burst_calls))
         return held[1]

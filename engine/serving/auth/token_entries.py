@@ -1,4 +1,4 @@
-"""Parser of token files that reports every mistake at once.
+"""Token files: their entries, and a parser that reports every mistake at once.
 
 Pure. A problem never quotes a digest, or the value in its place, which may be the token itself.
 """
@@ -6,147 +6,122 @@ Pure. A problem never quotes a digest, or the value in its place, which may be t
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from weftline.errors import PipelineError, Problem
-from weftline.pipelines.check.problems import did_you_mean
+from weftline.fields import Written, worded
+from weftline.nodes.contract import ConfigError
+from weftline.pipelines.check.validation import read
 from weftline.pipelines.spec.document import read_document
+from weftline.pipelines.spec.loader import line_of
 
 TOKENS_MAX = 512
 """Most tokens of a file: each is compared for every request, which takes 0.1 us apiece."""
 
 RATE_MAX = 1e9
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-_OF_NOTHING = hashlib.sha256(b"").hexdigest()
-_KEYS = ("name", "sha256", "models", "admin", "memory", "metrics", "requests_per_s", "burst")
+_OF_NOTHING = hashlib.sha256(b"").digest()
+_MAKE_ONE = "make one with `weftline token`"
+
+
+def _to_digest(value: str) -> bytes:
+    sha256 = bytes.fromhex(value)
+    if sha256 == _OF_NOTHING:
+        raise ConfigError("", "the digest of an empty token", "a token's", _MAKE_ONE)
+    return sha256
+
+
+TokenName = Annotated[
+    str, worded("1 to 128 letters, digits, dots, dashes and underscores", pattern=r"^[A-Za-z0-9._-]{1,128}$")
+]
+_HEX = Annotated[str, worded("64 hexadecimal digits", pattern=r"^[0-9a-fA-F]{64}$")]
+Digest = Annotated[bytes, Written(_HEX, _to_digest, bytes.hex)]
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One entry of the file.
+    """One entry of the file."""
 
-    name:           for logs and figures.
-    sha256:         digest of the token, 32 bytes.
-    models:         names of the models it may call, in full (`ocr`, `ocr.detect`); None: every one.
-    admin:          it may load and unload, change settings, and do everything else.
-    memory:         it may register, list, unregister and use shared memory; these tokens share all regions.
-    metrics:        it may read the metrics.
-    requests_per_s: average rate of calls; None: unlimited.
-    burst:          most calls at once after a pause.
-    """
+    name: TokenName
+    """Its name in logs and figures."""
 
-    name: str
-    sha256: bytes
-    models: frozenset[str] | None = None
+    sha256: Digest
+    """Digest of the token, 32 bytes."""
+
+    models: frozenset[TokenName] | None = None
+    """Names of the models it may call, in full (`ocr`, `ocr.detect`); None: every one."""
+
     admin: bool = False
+    """It may load and unload, change settings, and do everything else."""
+
     memory: bool = False
+    """It may register, list, unregister and use shared memory; these tokens share all regions."""
+
     metrics: bool = False
-    requests_per_s: float | None = None
-    burst: float = 1.0
+    """It may read the metrics."""
+
+    requests_per_s: Annotated[float, Meta(gt=0, le=RATE_MAX)] | None = None
+    """Average rate of calls; None: unlimited."""
+
+    burst: Annotated[float, Meta(ge=1, le=RATE_MAX)] | None = None
+    """Most calls at once after a pause; None: those of a second."""
+
+    @property
+    def burst_calls(self) -> float:
+        """Most calls at once after a pause."""
+        return max(1.0, self.requests_per_s or 1.0) if self.burst is None else self.burst
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenList:
+    """The whole file."""
+
+    tokens: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=TOKENS_MAX)]
 
 
 def read_tokens(text: str, file: str) -> tuple[Token, ...]:
     """Return the entries of a token file's text; PipelineError with every problem in it. `file` is for problems."""
     document = read_document(text, file)
-    found = list(_entries(document.value))
-    problems = [*document.problems]
-    for path, one in found:
-        if isinstance(one, Problem):
-            line = document.lines.get(one.path) or document.lines.get(path, 0)
-            problems.append(Problem(one.path, one.found, one.expected, one.fix, line, file))
-    if problems:
-        raise PipelineError(problems)
-    return tuple(one for _, one in found if isinstance(one, Token))
+    found, wrong = read(_TokenList, document.value if isinstance(document.value, Mapping) else {})
+    wrong = [*map(_without_secret, wrong), *_conflicts(document.value)]
+    placed = [replace(one, line=line_of(one.path, document.lines), file=file) for one in wrong]
+    if document.problems or placed:
+        raise PipelineError([*document.problems, *placed])
+    tokens: tuple[Token, ...] = found.tokens
+    return tokens
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Token | Problem]]:
+def _without_secret(problem: Problem) -> Problem:
+    """Return a problem without a value that may be the token itself: a digest, a whole entry or list."""
+    key = problem.path.rpartition(".")[2]
+    if key == "sha256" and "digest" not in problem.found:
+        return replace(problem, found="missing" if problem.found == "missing" else "no digest", fix=_MAKE_ONE)
+    if key == "models":
+        return replace(problem, fix="leave it out for every model")
+    of_entry = key in ("", "tokens") or key.isdecimal()
+    if of_entry and not problem.found.startswith(("a ", "an ", "missing")):
+        return replace(problem, found="a single value")
+    return problem
+
+
+def _conflicts(value: Any) -> Iterator[Problem]:
+    """Yield problems of entries that have the name or digest of another one, and of keys that need another one."""
     listed = value.get("tokens") if isinstance(value, Mapping) else None
-    if not isinstance(value, Mapping) or not isinstance(listed, list):
-        yield "", Problem("tokens", "missing" if listed is None else "no list", "a list of mappings, tokens: [...]")
-        return
-    for key in value:
-        if key != "tokens":
-            yield key, Problem(key, "unknown key", fix=did_you_mean(key, ["tokens"]))
-    if not 1 <= len(listed) <= TOKENS_MAX:
-        yield "tokens", Problem("tokens", f"{len(listed)} entries", f"1 to {TOKENS_MAX}")
     names: set[str] = set()
     digests: set[str] = set()
-    for at, one in enumerate(listed):
-        path = f"tokens.{at}"
+    for at, one in enumerate(listed if isinstance(listed, list) else ()):
         if not isinstance(one, Mapping):
-            yield path, Problem(path, "no mapping", "{name: ..., sha256: ...}")
             continue
-        wrong = [*_problems(path, one), *_twice(path, one, names, digests)]
-        if wrong:
-            yield from ((path, problem) for problem in wrong)
-        else:
-            yield path, _token(one)
-
-
-def _twice(path: str, one: Mapping[str, Any], names: set[str], digests: set[str]) -> Iterator[Problem]:
-    name, sha256 = str(one.get("name")), str(one.get("sha256")).lower()
-    if name in names:
-        yield Problem(f"{path}.name", f"a second {name:.128}", "a name of its own")
-    if sha256 in digests:
-        yield Problem(f"{path}.sha256", "the digest of an earlier entry", "a token of its own")
-    names.add(name)
-    digests.add(sha256)
-
-
-def _problems(path: str, one: Mapping[str, Any]) -> Iterator[Problem]:
-    for key in one:
-        if key not in _KEYS:
-            yield Problem(f"{path}.{key}", "unknown key", f"one of {', '.join(_KEYS)}", did_you_mean(key, _KEYS))
-    name, sha256, models = one.get("name"), one.get("sha256"), one.get("models")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        yield Problem(f"{path}.name", _found(name), "1 to 128 letters, digits, dots, dashes and underscores")
-    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
-        # The value may be the token itself, which must not appear in a terminal.
-        found = "missing" if sha256 is None else "no digest"
-        yield Problem(f"{path}.sha256", found, "64 hexadecimal digits", "make one with `weftline token`")
-    elif sha256.lower() == _OF_NOTHING:
-        yield Problem(f"{path}.sha256", "the digest of an empty token", "a token's", "make one with `weftline token`")
-    if "models" in one and not (
-        isinstance(models, list) and all(isinstance(each, str) and _NAME.fullmatch(each) for each in models)
-    ):
-        yield Problem(f"{path}.models", _found(models), "a list of names", "leave it out for every model")
-    for key in ("admin", "memory", "metrics"):
-        if key in one and not isinstance(one[key], bool):
-            yield Problem(f"{path}.{key}", _found(one[key]), "true or false")
-    for key in ("requests_per_s", "burst"):
-        if key in one and not _is_rate(one[key], 1 if key == "burst" else 0):
-            least = "at least 1" if key == "burst" else "above 0"
-            yield Problem(f"{path}.{key}", _found(one[key]), f"a number {least}")
-    if "burst" in one and "requests_per_s" not in one:
-        yield Problem(f"{path}.burst", "written without requests_per_s", fix="add requests_per_s")
-
-
-def _is_rate(value: object, least: float) -> bool:
-    return type(value) in (int, float) and max(least, 1e-6) <= value <= RATE_MAX  # type: ignore[operator]  # NaN is not
-
-
-def _found(value: object) -> str:
-    if value is None:
-        return "missing"
-    shown = repr(value) if isinstance(value, str | int | float | bool) else f"a {type(value).__name__}"
-    return shown if len(shown) <= 60 else shown[:57] + "..."
-
-
-def _token(one: Mapping[str, Any]) -> Token:
-    per_s = one.get("requests_per_s")
-    models = one.get("models")
-    return Token(
-        one["name"],
-        bytes.fromhex(one["sha256"]),
-        None if models is None else frozenset(models),
-        one.get("admin", False),
-        one.get("memory", False),
-        one.get("metrics", False),
-        None if per_s is None else float(per_s),
-        float(one.get("burst", max(1.0, per_s or 1.0))),
-    )
+        name, sha256 = str(one.get("name")), str(one.get("sha256")).lower()
+        if name in names:
+            yield Problem(f"tokens.{at}.name", f"a second {name:.128}", "a name of its own")
+        if sha256 in digests:
+            yield Problem(f"tokens.{at}.sha256", "the digest of an earlier entry", "a token of its own")
+        if "burst" in one and "requests_per_s" not in one:
+            yield Problem(f"tokens.{at}.burst", "written without requests_per_s", fix="add requests_per_s")
+        names.add(name)
+        digests.add(sha256)

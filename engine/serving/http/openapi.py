@@ -1,99 +1,28 @@
-"""OpenAPI 3.1 description of the HTTP server."""
+"""OpenAPI 3.1 description of the HTTP server. Bodies of OpenAI's routes are described by their Structs."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-_TEXTS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 8}]}
+import msgspec
+
+from weftline.engine.llm.params import SamplingParams
+from weftline.engine.serving.openai.bodies import (
+    SAMPLING_FIELDS,
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    OpenAiBody,
+    RerankBody,
+    SpeechBody,
+    TranscriptionBody,
+)
+
 _PARAMETERS = {
     "type": "object",
     "additionalProperties": {"type": ["boolean", "integer", "number", "string"]},
     "maxProperties": 8,
-}
-_FORMATS = ["text", "json_object", "json_schema"]
-_SAMPLING: dict[str, Any] = {
-    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "n": {"type": "integer", "minimum": 1, "maximum": 64},
-    "stop": _TEXTS,
-    "seed": {"type": "integer"},
-    "max_tokens": {"type": "integer", "minimum": 1},
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
-    "response_format": {"type": "object", "required": ["type"], "properties": {"type": {"enum": _FORMATS}}},
-    "stream": {"type": "boolean"},
-    "stream_options": {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    "user": {"type": "string"},
-}
-_MODEL = {"type": "string", "description": "a name that GET /v1/models lists"}
-_PART = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_CHAT = {
-    "model": _MODEL,
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "required": ["role", "content"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"oneOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-            },
-        },
-    },
-    "tools": {"type": "array", "items": {"type": "object"}},
-    "tool_choice": {"enum": ["none", "auto"]},
-    "max_completion_tokens": {"type": "integer", "minimum": 1},
-    "logprobs": {"type": "boolean"},
-    "top_logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-    **_SAMPLING,
-}
-_COMPLETION = {
-    "model": _MODEL,
-    "prompt": _TEXTS,
-    "echo": {"type": "boolean"},
-    "logprobs": {"type": "integer", "minimum": 0, "maximum": 20},
-    **_SAMPLING,
-}
-_EMBEDDING = {
-    "model": _MODEL,
-    "input": _TEXTS,
-    "encoding_format": {"enum": ["float", "base64"]},
-    "dimensions": {"type": "integer", "minimum": 1, "description": "the length of the model's vectors"},
-}
-_DOCUMENT = {
-    "oneOf": [
-        {"type": "string"},
-        {"type": "object", "required": ["text"], "properties": {"text": {"type": "string"}}},
-    ]
-}
-_RERANK = {
-    "model": _MODEL,
-    "query": {"type": "string"},
-    "documents": {"type": "array", "items": _DOCUMENT, "minItems": 1, "maxItems": 8},
-    "top_n": {"type": "integer", "minimum": 1},
-    "return_documents": {"type": "boolean"},
-}
-_SPEECH = {
-    "model": _MODEL,
-    "input": {"type": "string", "minLength": 1, "maxLength": 4096},
-    "voice": {"type": "string"},
-    "response_format": {"enum": ["mp3", "opus", "flac", "wav", "pcm"]},
-    "speed": {"type": "number", "minimum": 0.25, "maximum": 4},
-}
-_TRANSCRIPTION = {
-    "model": _MODEL,
-    "file": {"type": "string", "format": "binary"},
-    "response_format": {"enum": ["json", "text", "verbose_json", "srt", "vtt"]},
-    "timestamp_granularities[]": {"type": "array", "items": {"enum": ["segment", "word"]}},
-    "language": {"type": "string"},
-    "prompt": {"type": "string"},
-    "stream": {"type": "boolean"},
 }
 _TENSOR = {
     "type": "object",
@@ -143,12 +72,16 @@ _GETS = {
     "/v2/cudasharedmemory/status": "Registered CUDA regions: none.",
     "/v2/cudasharedmemory/region/{region}/status": "One CUDA region: none.",
 }
+_OPENAI: dict[str, tuple[str, type[OpenAiBody]]] = {
+    "/v1/chat/completions": ("Answer a conversation.", ChatBody),
+    "/v1/completions": ("Complete a text.", CompletionBody),
+    "/v1/embeddings": ("Embed texts.", EmbeddingBody),
+    "/v1/rerank": ("Score documents against a query.", RerankBody),
+    "/v1/audio/speech": ("Speak a text.", SpeechBody),
+    "/v1/audio/transcriptions": ("Transcribe a recording.", TranscriptionBody),
+    "/v1/audio/translations": ("Translate one.", TranscriptionBody),
+}
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "/v1/chat/completions": ("Answer a conversation.", _CHAT, ("model", "messages")),
-    "/v1/completions": ("Complete a text.", _COMPLETION, ("model", "prompt")),
-    "/v1/embeddings": ("Embed texts.", _EMBEDDING, ("model", "input")),
-    "/v1/rerank": ("Score documents against a query.", _RERANK, ("model", "query", "documents")),
-    "/v1/audio/speech": ("Speak a text.", _SPEECH, ("model", "input")),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
     "/v2/repository/models/{model}/unload": ("Unload a pipeline.", {"parameters": {"type": "object"}}, ()),
@@ -170,22 +103,23 @@ def document() -> dict[str, Any]:
     for path, summary in _GETS.items():
         paths.setdefault(path, {})["get"] = _operation(path, summary)
     for path, (summary, properties, required) in _POSTS.items():
-        body = _body("application/json", properties, required)
-        paths.setdefault(path, {})["post"] = _operation(path, summary) | {"requestBody": body}
-    form = _body("multipart/form-data", _TRANSCRIPTION, ("model", "file"))
-    for path, summary in (("transcriptions", "Transcribe a recording."), ("translations", "Translate one.")):
-        paths[f"/v1/audio/{path}"] = {"post": _operation(path, summary) | {"requestBody": form}}
+        paths.setdefault(path, {})["post"] = _operation(path, summary) | _body(properties, required)
+    for path, (summary, of) in _OPENAI.items():
+        kind = "multipart/form-data" if of is TranscriptionBody else "application/json"
+        paths[path] = {"post": _operation(path, summary) | _body(*_fields_of(of), kind)}
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         for what, summary in (("", "Metadata."), ("/ready", "Readiness."), ("/config", "Configuration.")):
             paths[f"{model}{what}"] = {"get": _operation(model, summary)}
         paths[f"{model}/stats"] = {"get": _operation(model, "Statistics.")}
-        infer = _body("application/json", _INFER, ("inputs",))
-        paths[f"{model}/infer"] = {"post": _operation(model, "Infer.") | {"requestBody": infer}}
+        paths[f"{model}/infer"] = {"post": _operation(model, "Infer.") | _body(_INFER, ("inputs",))}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Weftline", "version": "1", "description": "Pipelines of models over HTTP."},
         "paths": paths,
-        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": {"StreamOptions": _components(ChatBody)["StreamOptions"]},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -201,8 +135,37 @@ def _operation(path: str, summary: str) -> dict[str, Any]:
     }
 
 
-def _body(kind: str, properties: dict[str, Any], required: tuple[str, ...]) -> dict[str, Any]:
+def _body(
+    properties: dict[str, Any], required: tuple[str, ...], kind: str = "application/json"
+) -> dict[str, dict[str, Any]]:
     schema: dict[str, Any] = {"type": "object", "properties": properties}
     if required:
         schema["required"] = list(required)
-    return {"required": bool(required), "content": {kind: {"schema": schema}}}
+    return {"requestBody": {"required": bool(required), "content": {kind: {"schema": schema}}}}
+
+
+@cache
+def _components(of: type[Any]) -> dict[str, Any]:
+    return msgspec.json.schema_components((of,), ref_template="#/components/schemas/{name}")[1]
+
+
+@cache
+def _fields_of(of: type[OpenAiBody]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the fields of a body as properties of a JSON Schema, and those that are required."""
+    schema = _components(of)[of.__name__]
+    properties = {name: _unless_null(one) for name, one in schema["properties"].items() if name != "given"}
+    required = [name for name in schema["required"] if name != "given"]
+    if "given" in schema["properties"]:
+        keys = _components(SamplingParams)["SamplingParams"]["properties"]
+        properties |= {field: _unless_null(keys[key], ("default",)) for field, key in SAMPLING_FIELDS.items()}
+        properties["stop"] = {"oneOf": [{"type": "string"}, properties["stop"]]}
+    if of is TranscriptionBody:
+        properties["file"] = {"type": "string", "format": "binary"}
+        required.append("file")
+    return properties, tuple(required)
+
+
+def _unless_null(schema: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the schema of a value that is not null: null is the same as an absent field."""
+    first = schema.get("anyOf", [schema])[0]
+    return {name: one for name, one in first.items() if one is not None and name not in without}

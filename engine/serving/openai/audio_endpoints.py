@@ -46,7 +46,7 @@ class Transcriptions(Endpoint):
         form = await form_of(request)
         texts = {name: text_field(form, name) for name in TRANSCRIPTION_FIELDS}
         fields: dict[str, Any] = {name: value for name, value in texts.items() if value is not None}
-        body = TranscriptionBody.parse(fields | {"granularities": [str(one) for one in form.getlist(GRANULARITIES)]})
+        body = TranscriptionBody.parse(fields | {GRANULARITIES: [str(one) for one in form.getlist(GRANULARITIES)]})
         ports = self._ports(self._context.authorised_info(request, body.model))
         recording = await file_field(form, "file")
         _check_lists(form)

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI requests, one pydantic model for each, and the sampling options that they set.
+"""Bodies of OpenAI requests, one Struct for each, and the sampling options that they set.
 
 Three kinds of fields, so that no answer silently differs from the one requested:
 
@@ -12,22 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from msgspec import Meta, Struct
 
+from weftline.engine.llm.params import CONSTRAINTS, Answers, Logprobs, SamplingParams
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.errors import InputError
+from weftline.fields import worded
+from weftline.nodes.field_checks import field_names, read_fields
+from weftline.nodes.urgency import PRIORITY_MAX
 
-PASSED = (
-    *("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "n"),
-    *("top_k", "min_p", "typical_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "allowed_token_ids"),
-    *("bad_words", "skip_special_tokens"),
-)
-"""Fields that are keys of `sampling` under the same name: OpenAI's, then extensions that other servers accept too."""
+RENAMED = {"max_tokens": "tokens_max", "max_completion_tokens": "tokens_max", "min_tokens": "tokens_min"}
+"""Fields that are keys of `sampling` under another name."""
 
-RENAMED = {"max_tokens": "tokens_max", "min_tokens": "tokens_min", "stop": "stop"}
-"""Fields that are keys of `sampling` under another name, or in another form."""
+_APART = {*CONSTRAINTS, *RENAMED.values(), "echo", "logprobs", "prompt_logprobs"}
+"""Keys of `sampling` that no field has under the same name and in the same form."""
+
+SAMPLING_FIELDS = {name: name for name in field_names(SamplingParams) if name not in _APART} | RENAMED
+"""Fields with the value of a key of `sampling`: OpenAI's, then extensions that other servers accept too."""
 
 NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "temperature": (1,),
@@ -57,108 +60,118 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer, with the values that would not."""
 
-RERANK_REFUSED = (
-    *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
-    *("activation", "use_activation", "softmax", "instruction"),
+RERANK_REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
+        *("activation", "use_activation", "softmax", "instruction"),
+    ),
+    (),
 )
 """Fields of /v1/rerank that would change the scores."""
 
-Flag = Annotated[bool, Field(strict=True, description="true or false")]
-LikeliestCount = Annotated[int, Field(strict=True, ge=0, le=20, description="a whole number from 0 to 20")]
-Body = TypeVar("Body", bound="OpenAiBody")
+
+def _object_of(**required: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": required}
 
 
-def _to_texts(value: Any, info: ValidationInfo) -> list[str]:
-    field, texts_max = info.field_name or "", (info.context or {}).get("texts_max")
-    texts = [value] if isinstance(value, str) else value
+RESPONSE_FORMAT = _object_of(type={"enum": ["text", "json_object", "json_schema"]})
+_PARTS = {"type": "array", "items": _object_of(type={"const": "text"}, text={"type": "string"})}
+_MESSAGE = _object_of(
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={"oneOf": [{"type": "string"}, _PARTS]},
+)
+MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}
+"""Published schemas of fields that are read elsewhere: `constraint_of`, `messages.py`."""
+
+
+Flag = bool | None
+_TEXTS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+_DOCUMENT = {"oneOf": [{"type": "string"}, _object_of(text={"type": "string"})]}
+Texts = Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+Documents = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1})]
+"""A list of texts, as `_texts` returns it, and the schema of its forms in a request."""
+
+
+class OpenAiBody(Struct, frozen=True, kw_only=True):
+    """Fields of every body; null is an absent value.
+
+    texts:   names of the fields with texts.
+    refused: fields that are refused, with the values that change nothing.
+    """
+
+    texts: ClassVar[tuple[str, ...]] = ()
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    model: Annotated[str, worded("the name of a model, as the list of models has it", min_length=1)]
+    priority: (
+        Annotated[int, worded("a whole number from -100 (first) to 100", ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None
+    ) = None
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any], *, texts_max: int | None = None) -> Self:
+        """Validate a body; HttpError names the first wrong field in `param` and lists all wrong fields.
+
+        texts_max: most texts of a `prompt`, `input` or `documents`.
+        """
+        if not cls.refused.keys().isdisjoint(fields):
+            cls._refuse(fields)
+        try:
+            return read_fields(cls, fields, **cls._derived(fields, texts_max))
+        except HttpError:
+            raise
+        except InputError as error:
+            raise HttpError(str(error), param=error.param) from None
+
+    @classmethod
+    def _refuse(cls, fields: Mapping[str, Any]) -> None:
+        for field, value in fields.items():
+            harmless = (None, *cls.refused.get(field, (value,)))
+            if not any(_same(value, one) for one in harmless):
+                raise unsupported(field, "not supported by this server; leave it out")
+
+    @classmethod
+    def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
+        """Return the values of fields that have another form in the request."""
+        return {name: _texts(name, fields.get(name), texts_max) for name in cls.texts}
+
+
+def _texts(field: str, value: Any, texts_max: int | None) -> list[str]:
+    """Return the texts of a field: a text, or a list of texts, or of documents, which are texts or have one."""
+    texts = [value] if isinstance(value, str) and field != "documents" else value
     if isinstance(texts, list) and any(isinstance(one, int | list) for one in texts):
         raise HttpError(f"{field}: found token ids; expected text", param=field)
+    if isinstance(texts, list) and field == "documents":
+        texts = [one.get("text") if isinstance(one, dict) else one for one in texts]
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        raise HttpError(f"{field}: expected a text, or a list of texts", param=field)
+        objects = 'a list of texts, or of objects {"text": ...}'
+        expected = objects if field == "documents" else "a text, or a list of texts"
+        raise HttpError(f"{field}: expected {expected}", param=field)
     if texts_max is not None and len(texts) > texts_max:
         raise HttpError(f"{field}: found {len(texts)} texts, limits.batch_max is {texts_max}", param=field)
     return texts
 
 
-def _to_documents(value: Any, info: ValidationInfo) -> list[str]:
-    """Return documents as texts; each is a text, or an object with a text."""
-    if not isinstance(value, list):
-        return _to_texts(None, info)
-    texts = [one.get("text") if isinstance(one, dict) else one for one in value]
-    if not texts or not all(isinstance(one, str) for one in texts):
-        raise HttpError('documents: expected a list of texts, or of objects {"text": ...}', param="documents")
-    return _to_texts(texts, info)
-
-
-Documents = Annotated[list[str], BeforeValidator(_to_documents), Field(description="a list of texts")]
-Texts = Annotated[list[str], BeforeValidator(_to_texts), Field(description="a text, or a list of texts")]
-
-
-class OpenAiBody(BaseModel):
-    """Fields of every body. A field's description completes "expected ..." in its error."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str = Field(strict=True, min_length=1, description="the name of a model, as the list of models has it")
-    priority: int | None = Field(
-        None, strict=True, ge=-100, le=100, description="a whole number from -100 (first) to 100"
-    )
-
-    @classmethod
-    def parse(cls: type[Body], fields: Mapping[str, Any], *, texts_max: int | None = None) -> Body:
-        """Validate a body; HttpError names the first wrong field in `param` and lists all wrong fields.
-
-        texts_max: most texts of a `prompt`, `input` or `documents`.
-        """
-        try:
-            return cls.model_validate(fields, context={"texts_max": texts_max})
-        except ValidationError as error:
-            wrong = list(dict.fromkeys(_path(one["loc"]) for one in error.errors(include_url=False)))
-            text = "; ".join(f"{path}: expected {_expected(cls, path)}" for path in wrong)
-            raise HttpError(text, param=wrong[0].partition(".")[0]) from None
-
-
-class StreamOptions(BaseModel):
+class StreamOptions(Struct, frozen=True):
     """Options of a streamed answer."""
 
-    include_usage: Flag | None = None
+    include_usage: Flag = None
 
 
-class GenerationBody(OpenAiBody):
-    """Fields of chat and completion requests."""
+class GenerationBody(OpenAiBody, frozen=True, kw_only=True):
+    """Fields of chat and completion requests. given: those of SAMPLING_FIELDS that the request has."""
 
-    stream: Flag | None = None
-    stream_options: StreamOptions | None = Field(None, description="an object")
-    n: int = Field(1, strict=True, ge=1, le=64, description="a whole number from 1 to 64")
-    stop: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    min_tokens: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    seed: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
-    response_format: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    typical_p: Any = None
-    repetition_penalty: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    skip_special_tokens: Any = None
+    refused = REFUSED
 
-    @model_validator(mode="before")
+    stream: Flag = None
+    stream_options: StreamOptions | None = None
+    n: Answers = 1
+    response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    given: dict[str, Any]
+
     @classmethod
-    def _refuse_unsupported(cls, fields: Any) -> Any:
-        for field, harmless in REFUSED.items():
-            value = fields.get(field)
-            if value is not None and not any(_same(value, one) for one in harmless):
-                raise unsupported(field, "not supported by this server; leave it out")
-        return {name: value for name, value in fields.items() if value is not None}
+    def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
+        given = {field: one for field, one in fields.items() if field in SAMPLING_FIELDS and one is not None}
+        return super()._derived(fields, texts_max) | {"given": given}
 
     @property
     def usage_in_stream(self) -> bool:
@@ -177,25 +190,21 @@ class GenerationBody(OpenAiBody):
 
     def sampling(self) -> dict[str, Any]:
         """Return the options for the llm step's `sampling`."""
-        options = {name: getattr(self, name) for name in PASSED if name in self.model_fields_set}
-        for field, key in RENAMED.items():
-            if field in self.model_fields_set:
-                options[key] = getattr(self, field)
-        if self.max_completion_tokens is not None:
-            options["tokens_max"] = self.max_completion_tokens
-        if isinstance(self.stop, str):
-            options["stop"] = [self.stop]
+        options = {SAMPLING_FIELDS[field]: one for field, one in self.given.items()}
+        if "max_completion_tokens" in self.given:
+            options["tokens_max"] = self.given["max_completion_tokens"]
+        if isinstance(options.get("stop"), str):
+            options["stop"] = [options["stop"]]
         if self.top_logprobs_count is not None:
             options["logprobs"] = self.top_logprobs_count
-        return options | constraint_of(self.response_format)
+        return options if self.response_format is None else options | constraint_of(self.response_format)
 
     def field_of(self, key: str) -> str:
         """Return the field that set a key of `sampling`; any other name unchanged."""
-        if key == "tokens_max" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
         if key in ("json_schema", "json_object"):
             return "response_format"
-        return next((field for field, renamed in RENAMED.items() if renamed == key), key)
+        fields = [field for field, renamed in RENAMED.items() if renamed == key] or [key]
+        return next((field for field in reversed(fields) if field in self.given), fields[0])
 
     @contextmanager
     def naming_fields(self) -> Iterator[None]:
@@ -216,21 +225,19 @@ class GenerationBody(OpenAiBody):
             raise unsupported(field, why)
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Body of /v1/chat/completions. `messages.py` reads the messages, `tools.py` the tools."""
 
-    messages: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Flag | None = None
-    logprobs: Flag | None = None
-    top_logprobs: LikeliestCount | None = None
+    messages: Annotated[Any, worded("a list of messages", extra_json_schema=MESSAGES)]
+    tools: Annotated[Any, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})] = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema={"type": ["string", "object"]})] = None
+    parallel_tool_calls: Flag = None
+    logprobs: Flag = None
+    top_logprobs: Logprobs | None = None
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> ChatBody:
+    def __post_init__(self) -> None:
         if self.top_logprobs and not self.logprobs:
             raise HttpError("top_logprobs: requires logprobs: true", param="top_logprobs")
-        return self
 
     @property
     def has_tools(self) -> bool:
@@ -244,12 +251,14 @@ class ChatBody(GenerationBody):
         return "messages" if key == "prompt" else super().field_of(key)
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """Body of /v1/completions."""
 
+    texts = ("prompt",)
+
     prompt: Texts
-    echo: Flag | None = None
-    logprobs: LikeliestCount | None = None
+    echo: Flag = None
+    logprobs: Logprobs | None = None
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -265,7 +274,7 @@ CUTS: Mapping[Any, str] = {True: "end", False: "error", "END": "end", "START": "
 DIRECTIONS: Mapping[Any, str] = {"right": "end", "left": "start"}
 
 
-class TruncatingBody(OpenAiBody):
+class TruncatingBody(OpenAiBody, frozen=True, kw_only=True):
     """Fields of a request whose texts may be longer than the model reads.
 
     truncate, truncation:     whether they are cut, see CUTS.
@@ -275,12 +284,11 @@ class TruncatingBody(OpenAiBody):
 
     truncate: Any = None
     truncation: Any = None
-    truncate_prompt_tokens: int | None = Field(None, strict=True, ge=-1, description="a count from 1, or -1")
+    truncate_prompt_tokens: Annotated[int, worded("a count from 1, or -1", ge=-1)] | None = None
     truncation_side: Any = None
     truncation_direction: Any = None
 
-    @model_validator(mode="after")
-    def _check_truncation(self) -> Self:
+    def __post_init__(self) -> None:
         for field in ("truncate", "truncation"):
             value = getattr(self, field)
             if value is not None and _cut_of(value) is None:
@@ -290,8 +298,9 @@ class TruncatingBody(OpenAiBody):
             if value is not None and (not isinstance(value, str) or value.lower() not in DIRECTIONS):
                 raise HttpError(f"{field}: expected left or right", param=field)
         if self.truncate_prompt_tokens == 0:
-            raise HttpError("truncate_prompt_tokens: expected a count from 1, or -1", param="truncate_prompt_tokens")
-        return self
+            raise HttpError(
+                "truncate_prompt_tokens: found 0, expected a count from 1, or -1", param="truncate_prompt_tokens"
+            )
 
     @property
     def truncation_field(self) -> str | None:
@@ -329,12 +338,14 @@ def _cut_of(value: Any) -> str | None:
     return CUTS.get(known)
 
 
-class EmbeddingBody(TruncatingBody):
+class EmbeddingBody(TruncatingBody, frozen=True, kw_only=True):
     """Body of /v1/embeddings."""
 
+    texts = ("input",)
+
     input: Texts
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="float or base64")
-    dimensions: int | None = Field(None, strict=True, ge=1, description="the length of the model's vectors")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, worded("the length of the model's vectors", ge=1)] | None = None
 
     def check_dimensions(self, found: int) -> None:
         """Refuse `dimensions` other than the length of the model's vectors."""
@@ -343,66 +354,50 @@ class EmbeddingBody(TruncatingBody):
             raise unsupported("dimensions", f"{why}; leave it out, or set `dimensions` of its embed step")
 
 
-class RerankBody(TruncatingBody):
+class RerankBody(TruncatingBody, frozen=True, kw_only=True):
     """Body of /v1/rerank, with the fields that Jina, Cohere and vLLM have in common."""
 
-    query: str = Field(strict=True, description="a text")
+    texts = ("documents",)
+    refused = RERANK_REFUSED
+
+    query: str
     documents: Documents
-    top_n: int | None = Field(None, strict=True, ge=1, description="a whole number from 1")
-    return_documents: Flag | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, fields: Any) -> Any:
-        for field in RERANK_REFUSED:
-            if fields.get(field) is not None:
-                raise unsupported(field, "not supported by this server; leave it out")
-        return fields
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: Flag = None
 
 
-class SpeechBody(OpenAiBody):
+class SpeechBody(OpenAiBody, frozen=True, kw_only=True):
     """Body of /v1/audio/speech. Its `voice` counts where the model has an input `voice`."""
 
-    input: str = Field(strict=True, min_length=1, max_length=4096, description="a text of 1 to 4096 characters")
-    voice: str | None = Field(None, strict=True, description="a text")
-    response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = Field(
-        "mp3", description="mp3, opus, flac, wav or pcm"
-    )
-    speed: float = Field(1.0, strict=True, ge=0.25, le=4, description="a number from 0.25 to 4")
-    stream_format: Literal["audio"] | None = Field(None, description="audio; the recording is sent whole")
-    instructions: Literal[""] | None = Field(None, description="nothing: not supported by this server; leave it out")
+    input: Annotated[str, Meta(min_length=1, max_length=4096)]
+    voice: str | None = None
+    response_format: Literal["mp3", "opus", "flac", "wav", "pcm"] = "mp3"
+    speed: Annotated[float, Meta(ge=0.25, le=4)] = 1.0
+    stream_format: Annotated[Literal["audio"], worded("audio; the recording is sent whole")] | None = None
+    instructions: Annotated[Literal[""], worded("nothing: not supported by this server; leave it out")] | None = None
 
 
 GRANULARITIES = "timestamp_granularities[]"
 """Field with a value for each kind of times."""
 
 
-class TranscriptionBody(OpenAiBody):
-    """Form of /v1/audio/transcriptions and /v1/audio/translations, besides its file.
-
-    granularities: values of the field `timestamp_granularities[]`.
-    """
+class TranscriptionBody(OpenAiBody, frozen=True, kw_only=True, rename={"granularities": GRANULARITIES}):
+    """Form of /v1/audio/transcriptions and /v1/audio/translations, besides its file."""
 
     language: str | None = None
     prompt: str | None = None
-    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = Field(
-        "json", description="json, text, verbose_json, srt or vtt"
-    )
-    temperature: Literal["0", "0.0"] | None = Field(
-        None, description="0: the likeliest words are selected; leave it out"
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
+    temperature: Annotated[Literal["0", "0.0"], worded("0: the likeliest words are selected; leave it out")] | None = (
+        None
     )
     stream: str | None = None
-    granularities: tuple[str, ...] = ()
+    granularities: tuple[Literal["segment", "word"], ...] = ()
 
-    @model_validator(mode="after")
-    def _check_times(self) -> Self:
-        if not set(self.granularities) <= {"segment", "word"}:
-            raise HttpError(f"{GRANULARITIES}: expected segment or word", param=GRANULARITIES)
+    def __post_init__(self) -> None:
         if self.granularities and self.response_format != "verbose_json":
             raise unsupported(GRANULARITIES, "only response_format verbose_json has them")
         if self.streamed and self.timed:
             raise unsupported("stream", f"response_format {self.response_format} is sent whole; leave it out")
-        return self
 
     @property
     def streamed(self) -> bool:
@@ -440,20 +435,6 @@ def constraint_of(format: Any) -> dict[str, Any]:
         expected = "expected an object, a JSON schema"
         raise HttpError(f"response_format.json_schema.schema: {expected}", param="response_format")
     return {"json_schema": schema}
-
-
-def _path(loc: tuple[str | int, ...]) -> str:
-    return ".".join(str(part) for part in loc)
-
-
-def _expected(kind: type[BaseModel], path: str) -> str:
-    """Return the description of a field; of one in a nested object, `stream_options.include_usage`, its own."""
-    name, _, rest = path.partition(".")
-    if rest:
-        return _expected(StreamOptions, rest)
-    field = kind.model_fields[name]
-    nested = [mark for one in get_args(field.annotation) for mark in getattr(one, "__metadata__", ())]
-    return next((one.description for one in (field, *nested) if getattr(one, "description", None)), "another value")
 
 
 def _same(one: Any, other: Any) -> bool:

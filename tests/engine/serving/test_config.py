@@ -4,11 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, Logs, ServeConfig, ServedPipeline, ServeLimits, Tls
 from weftline.engine.serving.serve_file import read_serve_file, to_text
 from weftline.errors import PipelineError
+from weftline.pipelines.check.validation import json_schema_of
 
 Writer = Callable[[str], Path]
 
@@ -139,7 +139,7 @@ def test_what_is_printed_says_the_same(write: Writer, text: str) -> None:
 
 
 def test_every_number_has_bounds_and_every_key_its_documentation() -> None:
-    schema = TypeAdapter(ServeConfig).json_schema()
+    schema = json_schema_of(ServeConfig)
     bare, unexplained = [], []
     for kind in (schema, *schema["$defs"].values()):
         for name, one in kind["properties"].items():

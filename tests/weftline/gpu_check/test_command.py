@@ -32,7 +32,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> subprocess.Complet
     )  # fmt: skip
 
 
-LLM_HIDDEN = ("msgspec", "whisper", "ultralytics", "cuda")
+LLM_HIDDEN = ("pydantic", "whisper", "ultralytics", "cuda")
 """What is hidden from the whole check: without the others transformers, which was installed with them, cannot load."""
 CARD_ONLY = ("kernels", "decode 8b", "profile 8b", "transformers 8b", "together 70b fp8", "open as served", "features")
 
@@ -51,7 +51,7 @@ def test_it_runs_to_its_end_on_a_fake_where_hardly_anything_is_installed(tmp_pat
     assert {name for name, state in states.items() if state == "skipped"} == hidden_parts
     assert "wrong" not in states.values()
     why = {part["name"]: part["why"] for part in found["parts"]}
-    assert why["pipeline"] == "package msgspec is not installed"
+    assert why["pipeline"] == "package pydantic is not installed"
     assert "a fake cannot show it" in why["llm: kernels"]
     listed = done.stdout.partition("not shown:\n")[2].splitlines()
     assert all(any(line.startswith(f"    {name}: ") for line in listed) for name in hidden_parts)

@@ -11,6 +11,7 @@ from weftline.engine.serving.auth.token_entries import TOKENS_MAX, read_tokens
 from weftline.engine.serving.auth.tokens import CHECK_S, TOKEN_CHARS_MAX, TokenFile, digest, new_token
 from weftline.errors import PipelineError
 
+TOO_MANY = [f"{{name: t{i}, sha256: '{i:064x}'}}" for i in range(TOKENS_MAX + 1)]
 WEB, OPS = "token-of-web", "token-of-ops"
 
 
@@ -104,25 +105,33 @@ def test_all_problems_of_a_file_come_at_once_each_with_its_line() -> None:
         "tokens.0.name: 'a b'", "tokens.0.sha256: no digest", "tokens.0.admin: 'yes'", "tokens.1.model: unknown key",
         "did you mean models", "tokens.1.requests_per_s: 0", "tokens.2.name: a second web",
         "tokens.2.sha256: the digest of an earlier entry", "tokens.2.models: 'ocr'", "tokens.2.burst: 0.5",
-        "written without requests_per_s", "tokens.3: no mapping", "more: unknown key",
+        "written without requests_per_s", "tokens.3: a single value", "more: unknown key",
     ):  # fmt: skip
         assert part in said
     assert "secret-token" not in said
 
 
 @pytest.mark.parametrize(
+    "text", ["tokens: {}", "tokens: [{}]", "tokens: [[{}]]", "tokens: [{{name: a, sha256: {}}}]", "{}"]
+)
+@pytest.mark.parametrize("secret", ["secret", '"sec\'ret"', "{x: secret}", "[secret]"])
+def test_a_token_in_the_place_of_an_entry_is_never_quoted(text: str, secret: str) -> None:
+    assert "ret" not in "\n".join(problems_of(text.format(secret)))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "missing"), ("tokens: {}", "no list"), ("tokens: []", "0 entries"), ("- a", "missing"),
+        ("", "missing"), ("tokens: {}", "expected: a list"), ("tokens: []", "an empty list"), ("- a", "missing"),
         ("tokens: [", "not YAML"),
         ("tokens: [{name: a}]", "sha256: missing"), (f"tokens: [{{sha256: '{'a' * 64}'}}]", "name: missing"),
         (f"tokens: [{{name: a, sha256: '{hashlib.sha256(b'').hexdigest()}'}}]", "empty token"),
         (f"tokens: [{{name: a, sha256: '{'a' * 64}', requests_per_s: .nan}}]", "nan"),
         (f"tokens: [{{name: a, sha256: '{'a' * 64}', requests_per_s: .inf}}]", "inf"),
-        (f"tokens: [{{name: a, sha256: '{'a' * 64}', requests_per_s: true}}]", "True"),
+        (f"tokens: [{{name: a, sha256: '{'a' * 64}', requests_per_s: true}}]", "true"),
         (f"tokens: [{{name: a, sha256: {'1' * 64}}}]", "quotes"),
         ("tokens: &a [*a]", "alias"), ("tokens: [!!python/name:os.system ]", "tag"), ("a: \0", "NUL"),
-        ("[" * 60_000, "nested deeper"), ("tokens: [" + "{}," * (TOKENS_MAX + 1) + "]", f"1 to {TOKENS_MAX}"),
+        ("[" * 60_000, "nested deeper"), ("tokens: [" + ", ".join(TOO_MANY) + "]", f"at most {TOKENS_MAX}"),
     ],
 )  # fmt: skip
 def test_what_is_no_token_file_is_refused_with_a_reason(text: str, said: str) -> None:
