@@ -23,8 +23,6 @@ import dataclasses
 import datetime
 import decimal
 import json
-import math
-import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -41,6 +39,10 @@ from weftline.shm.device.tensor import DeviceTensor
 DEPTH_MAX = 64
 """Deepest nesting of a JSON value: beyond it encoders recurse without need."""
 
+SURROGATE, SURROGATE_FIX = "text with half of a surrogate pair", "replace it; in Python, errors='replace' does"
+TOO_DEEP = f"nested deeper than {DEPTH_MAX}"
+LONG = "an integer of more than 64 bits"
+
 ARRAY_ITEMS_MAX = 16_384
 """Most numbers of one array inside a JSON value, 128 x 128: as text each takes some 20 bytes, in a tensor 4."""
 
@@ -54,11 +56,14 @@ _PATH_CHARS_MAX = 120
 
 
 class NotJson(ValueError):
-    """A value that is not JSON, with its path inside the whole, such as '.boxes[3].score'."""
+    """A value that is not JSON, with its path inside the whole, such as '.boxes[3].score'.
 
-    def __init__(self, found: str, fix: str = "", path: str = "") -> None:
+    line: of a text that is not JSON, from 1; 0: unknown.
+    """
+
+    def __init__(self, found: str, fix: str = "", path: str = "", line: int = 0) -> None:
         super().__init__(f"{found}\n    fix: {fix}" if fix else found)
-        self.found, self.fix, self.path = found, fix, path
+        self.found, self.fix, self.path, self.line = found, fix, path, line
 
     def under(self, key: int | str) -> NotJson:
         """Return the problem with `key` in front of its path."""
@@ -82,26 +87,7 @@ def encode_json(value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _unencodable(value) or NotJson(f"not JSON ({error})") from None
-
-
-def read_json(text: str | bytes) -> Any:
-    """Parse JSON; NaN, Infinity and -Infinity are accepted as by Python's json module.
-
-    NotJson: a number that no double holds, which that module makes infinite. ValueError, RecursionError: no JSON.
-    """
-    may_overflow = _LARGE.search(text.encode("utf-8", "replace") if isinstance(text, str) else text)
-    return json.loads(text, parse_float=_double if may_overflow else None)
-
-
-_LARGE = re.compile(rb"[eE]\+?\d{3}|\d{309}")
-
-
-def _double(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
-        raise NotJson("a number that no double holds", "write it as text")
-    return number
+        raise unencodable(value) or NotJson(f"not JSON ({error})") from None
 
 
 def json_text(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
@@ -121,7 +107,7 @@ def json_text(value: Any, other: Callable[[Any], Any] | None = None) -> bytes:
 def _converted(value: Any, depth: int) -> Any:
     kind = type(value)
     if depth >= DEPTH_MAX and kind not in _PLAIN:
-        raise NotJson(f"nested more than {DEPTH_MAX} deep", "flatten it")
+        raise NotJson(TOO_DEEP, "flatten it")
     if kind is list or kind is tuple:
         return value if _PLAIN.issuperset(map(type, value)) else _list(value, depth)
     if kind is dict:
@@ -268,21 +254,27 @@ def _named(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def _unencodable(value: Any) -> NotJson | None:
-    """Find the first number or text of a JSON value that MessagePack cannot encode."""
-    if isinstance(value, dict):
-        pairs: Iterable[tuple[int | str, Any]] = [(key, part) for key, one in value.items() for part in (key, one)]
-    elif isinstance(value, list | tuple):
-        pairs = enumerate(value)
-    else:
+def unencodable(value: Any, large_integers: bool = False, depth: int = 0) -> NotJson | None:
+    """Find the first part of a JSON value that MessagePack cannot encode, is nested too deep, or is a NotJson itself.
+
+    large_integers: integers beyond 64 bits are none.
+    """
+    if isinstance(value, NotJson):
+        return value
+    if not isinstance(value, dict | list | tuple):
         try:
             msgspec.msgpack.encode(value)
-            return None
         except OverflowError:
-            return NotJson("an integer of more than 64 bits is not JSON here", "return it as text, or as a float")
+            return None if large_integers else NotJson(LONG, "write it as text, or as a float")
         except UnicodeEncodeError:
-            return NotJson("text with half of a surrogate pair", "decode it with errors='replace'")
+            return NotJson(SURROGATE, SURROGATE_FIX)
+        return None
+    if depth == DEPTH_MAX:
+        return NotJson(TOO_DEEP, "flatten it")
+    pairs: Iterable[tuple[int | str, Any]] = enumerate(value)
+    if isinstance(value, dict):
+        pairs = ((key, part) for key, one in value.items() for part in (key, one))
     for key, one in pairs:
-        if (found := _unencodable(one)) is not None:
+        if (found := unencodable(one, large_integers, depth + 1)) is not None:
             return found.under(key.encode(errors="replace").decode() if isinstance(key, str) else key)
     return None

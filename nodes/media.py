@@ -7,7 +7,6 @@ or raises an InputError with the found and the expected type. Every size is chec
 from __future__ import annotations
 
 import io
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +22,9 @@ from weftline.nodes import audio, image
 from weftline.nodes.audio import decode_audio
 from weftline.nodes.exact_numbers import numbers
 from weftline.nodes.image import ImageHeader, decode_image
-from weftline.nodes.json_value import NotJson, read_json, to_json
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
+from weftline.nodes.strict_json import VALUES, parse
 from weftline.nodes.values import array_dtype, describe, fits, mismatch
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, byte_size
 from weftline.shm.view import dtype_name
@@ -309,12 +309,9 @@ def _text(type: PortType, raw: Any, limits: MediaLimits) -> str:
 def _json(type: PortType, raw: Any, limits: MediaLimits) -> Any:
     if isinstance(raw, bytes):
         try:
-            raw = read_json(raw)
+            raw = parse(raw, VALUES)
         except NotJson as error:
             raise InputError(error.at("")) from None
-        except (ValueError, RecursionError) as error:
-            place = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise InputError(f"not valid json{place}") from None
     try:
         return to_json(raw)
     except NotJson as error:

@@ -43,6 +43,7 @@ from weftline.nodes.model_store import (
     needed_files,
     sha256_of,
 )
+from weftline.nodes.strict_json import FILES, parse
 
 CHUNK_BYTES = 8 << 20
 DOWNLOADS_MAX = 4
@@ -335,7 +336,7 @@ def _check_shards(system: Any, listed: Mapping[str, _Listed], url: str) -> None:
         if one.size_bytes > INDEX_BYTES_MAX:
             raise ModelError(f"model {url}: {name} has more than {INDEX_BYTES_MAX} bytes")
         try:
-            shards = set(json.loads(_content(system, one))["weight_map"].values())
+            shards = set(parse(_content(system, one), FILES)["weight_map"].values())
         except Exception as error:
             raise ModelError(f"model {url}: {name} cannot be read: {_reason(error)}") from None
         folder = posixpath.dirname(name)

@@ -9,7 +9,6 @@ would fill memory, and so would JSON of many small values, or a network of the s
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import stat
@@ -22,6 +21,8 @@ from typing import Any
 import msgspec
 
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import FILES, parse
 
 ENTRIES_MAX = 20_000
 """Most files of a model's folder and the folders in it that are looked at."""
@@ -90,30 +91,12 @@ def read_bytes(path: Path, bytes_max: int) -> bytes:
 
 
 def parse_json(data: bytes, values_max: int = PARSED_VALUES_MAX) -> Any:
-    """Return what a JSON document of a model says; ValueError with what is wrong, to be read after the file's name.
-
-    Numbers are read as Python reads them. Keys that occur twice in an object are refused: which one counts depends on
-    the reader.
-    """
+    """Return what a JSON document of a model says; ValueError with what is wrong, to be read after the file's name."""
     _check_count(data, values_max)
     try:
-        return json.loads(data, object_pairs_hook=_unique)
-    except _RepeatedKey:
-        raise
-    except (ValueError, RecursionError):
-        raise ValueError("is not valid JSON") from None
-
-
-class _RepeatedKey(ValueError):
-    """An object with a key that occurs twice."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _RepeatedKey(f"has the key {max(keys, key=keys.count)!r:.80} twice in one object")
-    return found
+        return parse(data, FILES)
+    except NotJson as error:
+        raise ValueError(f"is not valid JSON: {error.at('')}") from None
 
 
 def _check_count(data: bytes, values_max: int) -> None:

@@ -9,7 +9,6 @@ language, as TorchScript is; name a file only when you would also run a script o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -22,6 +21,7 @@ from typing import Any
 from weftline.errors import ModelError, first_line
 from weftline.nodes.model_file import check_stored
 from weftline.nodes.model_limits import open_zip
+from weftline.nodes.strict_json import FILES, parse
 
 _ALLOWED = re.compile(
     r"^(models/[\w.-]+\.json"
@@ -114,7 +114,7 @@ def _read_programs(archive: zipfile.ZipFile, entries: list[zipfile.ZipInfo]) -> 
     claimed = sum(entry.file_size for entry in entries)
     if claimed > PROGRAM_BYTES_MAX:
         raise ValueError(f"its programs take {claimed} bytes, expected at most {PROGRAM_BYTES_MAX}")
-    return [json.loads(archive.read(entry)) for entry in entries]
+    return [parse(archive.read(entry), FILES) for entry in entries]
 
 
 def _texts(value: Any) -> Iterator[tuple[str, str]]:

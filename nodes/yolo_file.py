@@ -13,7 +13,7 @@ The architecture is data, but ultralytics evaluates parts of it, so everything i
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -269,7 +269,7 @@ def _check_network_size(config: YoloFolder, state: Mapping[str, Any], shown: str
 
 def _copied(architecture: Mapping[str, Any]) -> Any:
     """Return a copy of an architecture: ultralytics modifies its argument."""
-    return json.loads(json.dumps(architecture))
+    return copy.deepcopy(architecture)
 
 
 def load_pickle(model: str, path: Path | None, task: YoloTask, image_size: int) -> YoloModel:

@@ -9,7 +9,6 @@ is joined here, so that a stream ends as `Session.stream` does: with every outpu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +24,9 @@ from weftline.engine.serving.v2.messages import STATUS, Tensor
 from weftline.engine.serving.v2.protobuf import parse_stream_response
 from weftline.errors import InputError, WeftlineError
 from weftline.nodes.detections import Detections
+from weftline.nodes.json_value import NotJson
 from weftline.nodes.ports import PortType
+from weftline.nodes.strict_json import VALUES, parse
 from weftline.shm.spec import byte_size
 from weftline.shm.view import numpy_dtype
 
@@ -100,9 +101,9 @@ def _read(type: PortType, data: bytes) -> Any:
 
 def _json(data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        raise InvalidResponse("the answer has a json value that is none") from None
+        return parse(data, VALUES)
+    except NotJson as error:
+        raise InvalidResponse(f"the answer has a json value that is none: {error.at('')}") from None
 
 
 def detections_of(found: Any) -> Detections:

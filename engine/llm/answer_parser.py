@@ -28,6 +28,7 @@ from typing import Any
 from weftline.engine.llm.answer_syntax import END_HERMES, END_THINK, HERMES, OPENING, THINK, AnswerSyntax
 from weftline.engine.llm.detokenizer import overlap
 from weftline.engine.llm.xml_call import END_FUNCTION, FUNCTION, read_arguments
+from weftline.nodes.strict_json import ANSWERS, parse
 
 CALL_CHARS_MAX = 1 << 18
 """Longest value of a call; a longer one stays content."""
@@ -251,7 +252,7 @@ class AnswerParser:
         if self._xml and (match := FUNCTION.fullmatch(header)) is not None:
             schema = self._syntax.schemas.get(match[1], {})
             return [{"name": match[1], "arguments": read_arguments(text.removesuffix(END_FUNCTION), schema)}]
-        value = json.loads(text, strict=False, parse_constant=_refuse)
+        value = parse(text, ANSWERS)
         if (match := _MISTRAL_HEADER.fullmatch(header)) is not None:
             return [{"name": match[1], "arguments": value}]
         return value if isinstance(value, list) else [value]
@@ -369,7 +370,3 @@ def _call_of(value: Any) -> tuple[str, str]:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     f"{value['name']}{text}".encode()  # a lone surrogate is a ValueError
     return value["name"], text
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"not JSON: {constant}")

@@ -28,6 +28,8 @@ from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import FILES, parse
 from weftline.nodes.tokenizer_trial import try_tokenizer
 
 if TYPE_CHECKING:
@@ -371,8 +373,8 @@ def _with_arguments(call: Any) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(function["arguments"].strip() or "{}")
-    except (ValueError, RecursionError):
+        arguments = parse(function["arguments"].strip() or "{}", FILES)
+    except NotJson:
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

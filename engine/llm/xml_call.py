@@ -11,10 +11,12 @@ Values are plain text. One that is no string by the function's schema is read as
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import parse
 
 FUNCTION = re.compile(r"\s*<function=([^\s<>=]+)>")
 """Beginning of a call, with the function's name."""
@@ -49,8 +51,8 @@ def _read_value(text: str, schema: object) -> Any:
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         return text
     try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        value = parse(text)
+    except NotJson:
         return text
     return text if value is not None and _permits_text(schema) else value
 
@@ -68,7 +70,3 @@ def _permits_text(schema: object) -> bool:
         or strings
         or any(map(_permits_text, options))
     )
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"not JSON: {constant}")

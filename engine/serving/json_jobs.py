@@ -29,11 +29,11 @@ from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
 from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of
 from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
-from weftline.engine.serving.v2.strict_json import check_count, loads
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.json_value import json_text
 from weftline.nodes.ports import PortType
+from weftline.nodes.strict_json import check_count, loads
 from weftline.nodes.values import is_json
 from weftline.shm.spec import byte_size
 

@@ -34,8 +34,8 @@ from weftline.engine.serving.v2.datatypes import BYTES, form_of
 from weftline.engine.serving.v2.elements import Written, element_bytes, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Tensor
 from weftline.engine.serving.v2.request import check_request, tensor_bytes
-from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError, StepError
+from weftline.nodes.strict_json import INLINE_BYTES, loads
 from weftline.shm.spec import byte_size
 
 

@@ -25,6 +25,8 @@ from msgspec import Meta
 
 from weftline.errors import PipelineError, Problem
 from weftline.fields import Written, worded
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import parse
 from weftline.pipelines.check.validation import read
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Pipeline
@@ -158,15 +160,9 @@ def read_profile(path: str | Path) -> Profile:
     if len(raw) > BYTES_MAX:
         raise PipelineError([Problem("", f"more than {BYTES_MAX} bytes", "a smaller file", _FIX, file=name)])
     try:
-        document = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
-    except json.JSONDecodeError as error:
-        raise PipelineError([Problem("", f"is no JSON: {error.msg}", "", _FIX, error.lineno, name)]) from None
-    except UnicodeDecodeError as error:
-        line = 1 + raw.count(b"\n", 0, error.start)
-        raise PipelineError([Problem("", "is no JSON: it is not UTF-8 text", "", _FIX, line, name)]) from None
-    except (ValueError, RecursionError) as error:
-        found = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
-        raise PipelineError([Problem("", found, "", _FIX, file=name)]) from None
+        document = parse(raw)
+    except NotJson as error:
+        raise PipelineError([Problem(error.path.removeprefix("."), error.found, "", _FIX, error.line, name)]) from None
     found, problems = read(_ProfileFile, document)
     if problems:
         raise PipelineError(dataclasses.replace(one, file=name, fix=one.fix or _FIX) for one in problems)
@@ -201,15 +197,3 @@ class _ProfileFile(Profile):
     """The whole file."""
 
     weftline_profile: Literal[1]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"{twice!r:.60} is written twice")
-    return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number")

@@ -21,7 +21,7 @@ import torch
 from weftline.engine.protocol.values import pack, unpack
 from weftline.errors import InputError, StepError
 from weftline.nodes.detections import Detections
-from weftline.nodes.json_value import ARRAY_ITEMS_MAX, DEPTH_MAX, NotJson, encode_json, json_text, read_json, to_json
+from weftline.nodes.json_value import ARRAY_ITEMS_MAX, DEPTH_MAX, NotJson, encode_json, json_text, to_json
 from weftline.nodes.media import to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.values import is_json
@@ -121,10 +121,6 @@ def test_only_what_must_change_is_copied() -> None:
 
 
 def test_a_number_that_overflows_a_double_is_refused() -> None:
-    assert read_json('[1e308, "1e400", NaN, 1e-400]')[:2] == [1e308, "1e400"]
-    for text in ("1e400", b'{"a": -1.5E+999}', "9" * 310 + ".0"):
-        with pytest.raises(NotJson, match="no double"):
-            read_json(text)
     with pytest.raises(NotJson, match="float64 does not hold"):
         to_json(np.array([np.finfo(np.longdouble).max]))
 
@@ -189,5 +185,5 @@ def test_nesting_has_a_limit_and_a_circle_is_refused() -> None:
         deep = [deep]
     assert encode_json(to_json(deep))
     for wrong in (circle, [deep], {"a": [deep]}):
-        with pytest.raises(NotJson, match=f"nested more than {DEPTH_MAX} deep"):
+        with pytest.raises(NotJson, match=f"nested deeper than {DEPTH_MAX}"):
             to_json(wrong)

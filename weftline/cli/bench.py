@@ -34,6 +34,8 @@ from weftline.engine.flags import Flag
 from weftline.engine.machine import this_machine
 from weftline.engine.session import load
 from weftline.errors import InputError, WeftlineError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import VALUES, parse
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan
 
@@ -225,9 +227,10 @@ def _lines(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     continue
                 where = f"{data}:{number}"
                 try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    raise InputError(f"{where}: not valid json; a row is one json object on one line") from None
+                    row = parse(line.strip(), VALUES)
+                except NotJson as error:
+                    fix = "\n    fix: a row is one json object on one line" if error.line else ""
+                    raise InputError(f"{where}: {error.at('')}{fix}") from None
                 if not isinstance(row, dict):
                     raise InputError(f"{where}: found {type(row).__name__}, expected an object: inputs by name")
                 yield where, row

@@ -7,7 +7,6 @@ standard output, everything else to standard error. The prompt's history is kept
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import posixpath
 import re
@@ -36,6 +35,8 @@ from weftline.engine.flags import Flag
 from weftline.engine.result import OutputStream
 from weftline.engine.session import load as load_pipeline
 from weftline.errors import InputError, SessionClosed, WeftlineError, traceback_of
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import parse
 from weftline.pipelines.spec.loader import load_file
 
 COMMANDS = {
@@ -407,8 +408,8 @@ def changed(changes: dict[str, Any], text: str) -> dict[str, Any]:
     if not value.strip():
         return {name: one for name, one in changes.items() if name != key}
     try:
-        return {**changes, key: json.loads(value)}
-    except (ValueError, RecursionError):
+        return {**changes, key: parse(value)}
+    except NotJson:
         return {**changes, key: value.strip()}
 
 

@@ -17,6 +17,8 @@ import msgspec
 
 from weftline.cli.plan import counted
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import parse
 
 FILE_BYTES_MAX = 16 << 20
 """Largest saved conversation that is read, far more than any model's context."""
@@ -119,8 +121,8 @@ def _read(file: Path) -> Saved | list[Message]:
     if len(raw) > FILE_BYTES_MAX:
         raise InputError(f"{file}: more than {FILE_BYTES_MAX} bytes, too large for a conversation")
     try:
-        return msgspec.json.decode(raw, type=Saved | list[Message])
-    except (msgspec.DecodeError, RecursionError) as error:
+        return msgspec.convert(parse(raw), Saved | list[Message])
+    except (msgspec.ValidationError, NotJson) as error:
         raise InputError(f"{file}: is not a saved conversation: {error}") from None
 
 

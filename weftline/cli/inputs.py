@@ -5,7 +5,6 @@ Everything is read and decoded before a model is loaded, so that a wrong file fa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,9 +15,10 @@ from weftline.engine.inputs import media_limits
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.exact_numbers import numbers
-from weftline.nodes.json_value import NotJson, read_json
+from weftline.nodes.json_value import NotJson
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
+from weftline.nodes.strict_json import VALUES, parse
 from weftline.pipelines.placement.plan import Plan
 
 STDIN = "@-"
@@ -95,14 +95,10 @@ def _converted(type: PortType, raw: Any, limits: MediaLimits) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return read_json(text)
+        return parse(text, VALUES)
     except NotJson as error:
-        raise InputError(error.at("")) from None
-    except json.JSONDecodeError as error:
-        fix = "quote a text twice: once for json, once for the shell"
-        raise InputError(f"not valid json at character {error.pos + 1}: {error.msg}\n    fix: {fix}") from None
-    except (ValueError, RecursionError):
-        raise InputError("not valid json: nested too deeply, or a number of too many digits") from None
+        fix = "\n    fix: quote a text twice: once for json, once for the shell" if error.line else ""
+        raise InputError(f"{error.at('')}{fix}") from None
 
 
 def to_detections(value: Any) -> Detections:

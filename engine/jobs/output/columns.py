@@ -30,6 +30,7 @@ from weftline.engine.jobs.output.arrow import pa
 from weftline.engine.jobs.rows import JSON_CELL
 from weftline.errors import InputError
 from weftline.nodes.ports import AUDIO_HZ, PortType
+from weftline.nodes.strict_json import FILES, parse
 
 MEDIA = ("image", "audio")
 """Kinds that are written as files, or as the bytes of a file."""
@@ -212,7 +213,7 @@ def _metadata(columns: Iterable[ResultColumn], kept: pa.Schema, media: str) -> d
 
 def _hf_features(kept: pa.Schema) -> Mapping[str, Any]:
     try:
-        metadata = json.loads((kept.metadata or {}).get(HF_KEY, b"{}"))
+        metadata = parse((kept.metadata or {}).get(HF_KEY, b"{}"), FILES)
         features = (metadata.get("info") or {}).get("features")
     except (ValueError, AttributeError):
         return {}  # unreadable metadata of another library is ignored

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from weftline.engine.jobs.output.files import Lock, LockHeld, Write, put_bytes
 from weftline.engine.jobs.output.layout import OWNER, being_written
+from weftline.nodes.strict_json import parse
 
 WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"})
 """Protocols whose objects become visible only when complete."""
@@ -116,7 +117,7 @@ class RemoteFiles:
         with _as_os_errors():
             self._system.invalidate_cache()
             try:
-                owner = json.loads(self._system.cat_file(self._path(name)))
+                owner = parse(self._system.cat_file(self._path(name)))
             except FileNotFoundError:
                 return None
             except ValueError:

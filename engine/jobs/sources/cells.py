@@ -26,7 +26,6 @@ from itertools import chain
 from types import NoneType
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,14 +34,13 @@ from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_text
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
-from weftline.nodes.json_value import NotJson, read_json
+from weftline.nodes.json_value import SURROGATE, NotJson
+from weftline.nodes.strict_json import FILES, has_syntax, kind_of, parse, parse_all
 
 MIXED = pa.json_()
 """Type of a JSON column whose first values have no common type."""
 
 TOO_LARGE = "a number that no double holds"
-TOO_DEEP = "not valid JSON: nested too deeply, or a number of too many digits"
-SURROGATE = "text with half of a surrogate pair"
 
 NUMBER_NULLS = (
     "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "N/A", "NA", "NULL",
@@ -52,9 +50,6 @@ NUMBER_NULLS = (
 
 NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
-_KINDS: Mapping[type, str] = {
-    str: "text", bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object",
-}  # fmt: skip
 _CLASSES: Mapping[Callable[[pa.DataType], bool], type] = {
     pa.types.is_string: str, pa.types.is_int64: int, pa.types.is_float64: float, pa.types.is_boolean: bool,
 }  # fmt: skip
@@ -74,9 +69,6 @@ _LINE_END = r"[\r\n][ \t\r\n]*"
 _EXACT = 1 << 53
 """All whole numbers up to this are exact as floats."""
 
-_decode = msgspec.json.Decoder().decode
-_check = msgspec.json.Decoder(msgspec.Raw).decode
-
 
 def cell_kind(field: pa.Field) -> bytes:
     """Return CSV_CELL, JSON_CELL, or b"" for a column of typed values."""
@@ -91,20 +83,15 @@ def cell_field(name: str, type: pa.DataType, kind: bytes) -> pa.Field:
 
 def json_values(cells: Sequence[str | None]) -> list[Any]:
     """Return the values of JSON cells: None for null, Unusable for a value that Python cannot hold."""
-    try:
-        found: list[Any] = _decode("[" + ",".join(["null" if one is None else one for one in cells]) + "]")
-        return found
-    except (msgspec.DecodeError, RecursionError, ValueError):
-        return [None if one is None else _json_value(one) for one in cells]
+    found = parse_all(cells, FILES)
+    return [None if one is None else _json_value(one) for one in cells] if found is None else found
 
 
 def _json_value(cell: str) -> Any:
     try:
-        return read_json(cell)
+        return parse(cell, FILES)
     except NotJson as error:
-        return Unusable(error.found)
-    except (ValueError, RecursionError):
-        return Unusable(TOO_DEEP)
+        return Unusable(error.at("").partition("\n")[0])
 
 
 def csv_value(cell: str) -> Any:
@@ -285,11 +272,6 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def kind_of(value: Any) -> str:
-    """Return the kind of a JSON value for messages: 'a whole number'."""
-    return "null" if value is None else _KINDS.get(value.__class__, "something else")
-
-
 def _trimmed(cells: pa.ChunkedArray | pa.Array) -> pa.Array:
     cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
     cells = pc.ascii_trim_whitespace(cells)
@@ -362,8 +344,8 @@ def _lines(cells: pa.ChunkedArray, name: str) -> tuple[Any, dict[int, str]]:
         return cells, {}
     texts, reasons = cells.to_pylist(), dict[int, str]()
     for row in np.flatnonzero(doubtful).tolist():
-        if why := _not_unicode(texts[row]):
-            reasons[row], texts[row] = f"column {name}: {why}", None
+        if isinstance(found := _json_value(texts[row]), Unusable) and SURROGATE in found.reason:
+            reasons[row], texts[row] = f"column {name}: {found.reason}", None
     return pa.array(texts, pa.string()), reasons
 
 
@@ -374,23 +356,7 @@ def _has(cells: pa.ChunkedArray | pa.Array, pattern: str) -> bool:
 def _json_texts(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return a typed column of JSON text as JSON cells; a text that is not JSON becomes a JSON string."""
     texts = column.to_pylist()
-    return pa.array([one if one is None or _is_json(one) else json.dumps(one) for one in texts], pa.string())
-
-
-def _is_json(text: str) -> bool:
-    try:
-        _check(text)
-        return True
-    except (msgspec.DecodeError, RecursionError):
-        return not isinstance(_json_value(text), Unusable)
-
-
-def _not_unicode(cell: str) -> str:
-    """Return why a cell's texts are not Unicode; '' if they are."""
-    try:
-        return "" if is_unicode(json.dumps(json.loads(cell), ensure_ascii=False)) else SURROGATE
-    except (ValueError, RecursionError):
-        return TOO_DEEP
+    return pa.array([one if one is None or has_syntax(one) else json.dumps(one) for one in texts], pa.string())
 
 
 def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:

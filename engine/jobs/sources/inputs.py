@@ -24,9 +24,10 @@ from weftline.engine.jobs.sources.formats import alternatives
 from weftline.engine.jobs.sources.media import Loader
 from weftline.engine.jobs.sources.reader import FOLDER, HIDDEN, UNUSABLE, is_late
 from weftline.errors import InputError
-from weftline.nodes.json_value import NotJson, read_json, to_json
+from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
+from weftline.nodes.strict_json import FILES, parse
 from weftline.pipelines.check.problems import did_you_mean, listed
 
 
@@ -414,11 +415,9 @@ def _plain(value: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return read_json(text)
+        return parse(text, FILES)
     except NotJson as error:
-        return Unusable(error.found)
-    except (ValueError, RecursionError):
-        return Unusable("not valid JSON")
+        return Unusable(error.at("").partition("\n")[0])
 
 
 def _lists(

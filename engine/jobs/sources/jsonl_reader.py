@@ -6,19 +6,16 @@ those that an input needs. A line that is no JSON object becomes a row of nulls 
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import JSON_CELL
-from weftline.engine.jobs.sources.cells import TOO_DEEP, cell_field, is_unicode, kind_of, learned_json
+from weftline.engine.jobs.sources.cells import cell_field, is_unicode, learned_json
 from weftline.engine.jobs.sources.json_list import HEAD_BYTES, as_lines, is_list
 from weftline.engine.jobs.sources.locations import SourceFile
 from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, UNUSABLE, Batch, Mark, RowRange, with_late
@@ -32,14 +29,12 @@ from weftline.engine.jobs.sources.text_reader import (
     peeked,
 )
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import FILES, kind_of, members, parse, repeats_key
 
 LEARN_ROWS = 10_000
 LEARN_BYTES = 4 << 20
 """Limits of schema inference on the first file."""
-
-_values = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decoder = json.JSONDecoder()
-_OPEN, _COLON, _COMMA = (re.compile(rf"[ \t\r\n]*{sign}[ \t\r\n]*") for sign in (r"\{", ":", ",?"))
 
 
 class JsonlReader(TextReader):
@@ -85,13 +80,14 @@ class JsonlReader(TextReader):
             size = min(2 * size, LINE_BYTES_MAX)
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
-        names, all_utf8 = self.schema.names, is_utf8(block.data)
-        rows: list[dict[str, Any]] = []
-        reasons: list[str | None] = []
-        for number, line in _numbered(block):
-            found = _cells(line, all_utf8 or is_utf8(line))
-            rows.append(found if isinstance(found, dict) else {})
-            reasons.append(None if isinstance(found, dict) else f"line {number}: {found}")
+        names, lines = self.schema.names, list(_numbered(block))
+        all_utf8 = is_utf8(block.data)
+        found = [_cells(line, all_utf8 or is_utf8(line)) for _, line in lines]
+        rows = [one if isinstance(one, dict) else {} for one in found]
+        if repeats_key(block.data, rows):
+            found = [_once(one, line) for one, (_, line) in zip(found, lines)]
+            rows = [one if isinstance(one, dict) else {} for one in found]
+        reasons = [None if isinstance(one, dict) else f"line {number}: {one}" for one, (number, _) in zip(found, lines)]
         columns = [
             pa.array([None if (cell := row.get(name)) is None else bytes(cell) for row in rows], pa.string())
             for name in names
@@ -128,46 +124,25 @@ def _numbered(block: LineBlock) -> Iterator[tuple[int, bytes]]:
             yield number, text
 
 
-def _cells(line: bytes, utf8: bool) -> dict[str, Any] | str:
+def _cells(line: bytes, fast: bool) -> dict[str, Any] | str:
     """Return the JSON text of each value of a line's object; return the reason if it holds none."""
-    if utf8:
-        try:
-            return _values(line)
-        except (msgspec.DecodeError, RecursionError):
-            pass  # NaN and halves of surrogate pairs pass below, everything else gets its reason there
-    found = _object(line)
     try:
-        return _spans(line.decode()) if isinstance(found, dict) else found
-    except RecursionError:
-        return TOO_DEEP
+        return members(line, fast)
+    except NotJson as error:
+        return error.at("").partition("\n")[0]
 
 
-def _spans(line: str) -> dict[str, bytes]:
-    """Return the text of each value of a line that is a valid object."""
-    cells: dict[str, bytes] = {}
-    at = _skipped(_OPEN, line, 0)
-    while line[at] != "}":
-        name, end = _decoder.raw_decode(line, at)
-        start = _skipped(_COLON, line, end)
-        _, end = _decoder.raw_decode(line, start)
-        cells[name] = line[start:end].encode()
-        at = _skipped(_COMMA, line, end)
-    return cells
-
-
-def _skipped(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    return found.end() if found else at
+def _once(cells: dict[str, Any] | str, line: bytes) -> dict[str, Any] | str:
+    """Return the cells of a line, or the reason if two have the same name."""
+    if isinstance(cells, str) or not repeats_key(line, [cells]):
+        return cells
+    return _cells(line, False)
 
 
 def _object(line: bytes) -> dict[str, Any] | str:
     """Parse the object of a line; return the reason if it holds none."""
     try:
-        found = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        return f"not valid JSON at character {error.pos + 1}: {error.msg}"
-    except UnicodeDecodeError as error:
-        return f"text that is not UTF-8 (byte {error.start + 1})"
-    except (ValueError, RecursionError):
-        return TOO_DEEP
+        found = parse(line, FILES)
+    except NotJson as error:
+        return error.at("").partition("\n")[0]
     return found if isinstance(found, dict) else f"expected an object, found {kind_of(found)}"

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Position, Rows
-from weftline.engine.jobs.sources.cells import SURROGATE, cell_kind, is_unicode, json_values, kind_of, view_type
+from weftline.engine.jobs.sources.cells import cell_kind, is_unicode, json_values, view_type
 from weftline.engine.jobs.sources.reader import (
     FOLDER,
     HIDDEN,
@@ -39,6 +39,8 @@ from weftline.engine.jobs.sources.text_reader import StandardInput
 from weftline.engine.jobs.sources.where import RowFilter
 from weftline.engine.jobs.spec import DataSpec
 from weftline.errors import InputError
+from weftline.nodes.json_value import SURROGATE
+from weftline.nodes.strict_json import kind_of
 from weftline.pipelines.check.problems import did_you_mean, listed
 
 GATHER_ROWS = 1_000

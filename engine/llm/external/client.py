@@ -23,6 +23,8 @@ import msgspec
 from weftline.engine.llm.external.events import EventParser, InvalidEvents
 from weftline.engine.token_bucket import RateLimit
 from weftline.errors import CAUSES_MAX, InputError, StepError, Unavailable, WeftlineError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import FILES, parse
 
 CONNECT_S = 10.0
 """Most seconds for a connection, TLS included."""
@@ -123,8 +125,8 @@ class EngineClient:
         except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL) as error:
             raise self._unreachable(error, False) from None
         try:
-            return [one.id for one in msgspec.json.decode(body, type=_Models).data]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return [one.id for one in msgspec.convert(parse(body, FILES), _Models).data]
+        except (msgspec.ValidationError, NotJson):
             raise self._invalid("no list of models") from None
 
     async def close(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from weftline.engine.llm.params import CHOICES_MAX, sampling_error
 from weftline.errors import InputError
+from weftline.nodes.json_value import NotJson
+from weftline.nodes.strict_json import parse
 
 KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 TEXT_BYTES_MAX = 64 * 1024
@@ -105,9 +107,9 @@ def _written(schema: object) -> str:
 
 def _check_schema(text: str) -> None:
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError):
-        raise sampling_error("json_schema", "found text that is not JSON, or is nested too deeply") from None
+        schema = parse(text)
+    except NotJson as error:
+        raise sampling_error("json_schema", error.at("")) from None
     if not isinstance(schema, dict):
         raise sampling_error("json_schema", f"found {type(schema).__name__}, expected an object")
     _check_nesting(schema)

@@ -41,7 +41,7 @@ from weftline.engine.serving.v2.protobuf import (
 from weftline.engine.serving.v2.request import WHOLE, ParsedRequest, RequestPlan, plan_request, to_asks
 from weftline.engine.serving.v2.response import to_response
 from weftline.engine.serving.v2.settings import TraceSettings
-from weftline.engine.serving.v2.strict_json import INLINE_BYTES
+from weftline.nodes.strict_json import INLINE_BYTES
 
 INLINE_HEAD_BYTES = 8 << 10
 """Heads of up to this size are parsed in the event loop; a field takes about 1.5 us."""

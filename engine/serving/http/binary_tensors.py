@@ -33,9 +33,9 @@ from weftline.engine.serving.v2.messages import (
     parameters_of,
     region_of,
 )
-from weftline.engine.serving.v2.strict_json import INLINE_BYTES, loads
 from weftline.errors import InputError
 from weftline.nodes.json_value import json_text
+from weftline.nodes.strict_json import INLINE_BYTES, VALUES, loads
 
 HEADER = "inference-header-content-length"
 BODY_VALUES = 1 << 16
@@ -62,7 +62,7 @@ def read_request(
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
-    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES, not_finite=True)
+    head = loads(whole[:length], what, limits.elements_max + BODY_VALUES, VALUES)
     if not isinstance(head, dict):
         raise InputError("the body: expected a JSON object with inputs")
     if "inputs" not in head and (other := [key for key in head if key not in ("id", "parameters", "outputs")]):

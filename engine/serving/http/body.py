@@ -22,8 +22,8 @@ from weftline.engine.serving.http.context import caller_of
 from weftline.engine.serving.http.errors import HttpError, too_large
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.threads import finish_in_thread
-from weftline.engine.serving.v2.strict_json import loads
 from weftline.errors import LimitReached
+from weftline.nodes.strict_json import loads
 
 WAIT_S = 10.0
 """Longest wait of an unread body for room in the budget; half of `limits.header_s` if that is less."""

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from weftline.engine.protocol.packed import Packed
-from weftline.engine.serving.v2 import strict_json
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
+from weftline.nodes.strict_json import VALUES, VALUES_MAX, loads
 
 PREFIX_BYTES = 4
 """Size of a length prefix."""
@@ -96,7 +96,7 @@ def element_bytes(elements: Sequence[object]) -> list[bytes]:
 # values
 
 
-def value_of(kind: str, element: object, type: str, values_max: int = strict_json.VALUES_MAX) -> Any:
+def value_of(kind: str, element: object, type: str, values_max: int = VALUES_MAX) -> Any:
     """Decode an element for a kind of port; InputError if it is invalid.
 
     type:       port type as written, for the message.
@@ -107,7 +107,7 @@ def value_of(kind: str, element: object, type: str, values_max: int = strict_jso
     if not isinstance(element, bytes | bytearray | memoryview | str):
         raise InputError(NOT_AN_ELEMENT)
     if kind in _DOCUMENTS:
-        return _DOCUMENTS[kind](strict_json.loads(element, values_max=values_max, not_finite=True), type)
+        return _DOCUMENTS[kind](loads(element, values_max=values_max, rules=VALUES), type)
     return _KINDS[kind](element, type)  # type: ignore[arg-type]
 
 

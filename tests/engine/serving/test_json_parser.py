@@ -126,7 +126,7 @@ def test_regions_beyond_the_limit_or_named_twice_are_refused_unread() -> None:
     ],
 )
 def test_what_is_refused_of_small_documents_is_refused_of_large_ones(document: bytes, why: str) -> None:
-    with pytest.raises(InputError, match=f"input x: json: .*{why}"):
+    with pytest.raises(InputError, match=f"input x: json.*: .*{why}|input x: json: {why}"):
         _with(lambda parser: _asked(parser, "json", document))
 
 

@@ -68,11 +68,11 @@ def written(folder: Path, text: str | bytes) -> Path:
 @pytest.mark.parametrize(
     ("text", "line", "found"),
     [
-        ('{"weftline_profile": 1,\n "steps": }', 2, "is no JSON"),
-        ('{"weftline_profile": 1, "steps": {}, "steps": {}}', 0, "'steps' is written twice"),
-        ('{"weftline_profile": NaN}', 0, "NaN is no number"),
-        ("[" * 100_000, 0, "is nested too deep"),
-        (b'{"weftline_profile": 1,\n "steps": "\xff\xfe"}', 2, "is no JSON: it is not UTF-8 text"),
+        ('{"weftline_profile": 1,\n "steps": }', 2, "not valid JSON at line 2, column 11: Expecting value"),
+        ('{"weftline_profile": 1, "steps": {}, "steps": {}}', 0, "found the key 'steps' twice"),
+        ('{"weftline_profile": NaN}', 0, "found NaN, expected a finite number"),
+        ("[" * 100_000, 0, "nested deeper than 64"),
+        (b'{"weftline_profile": 1,\n "steps": "\xff\xfe"}', 2, "text that is not UTF-8 (byte 36)"),
         ("[]", 0, "an empty list"),
     ],
 )

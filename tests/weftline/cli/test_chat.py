@@ -217,7 +217,7 @@ def test_a_conversation_is_saved_and_loaded_and_replaces_no_other_file(tmp_path:
 @pytest.mark.parametrize(
     ("text", "printed"),
     [
-        ("{", "is not a saved conversation: Input data was truncated"),
+        ("{", "is not a saved conversation: not valid JSON at character 2"),
         ("[" * 100_000, "is not a saved conversation: "),
         ("{}", "missing required field `weftline_chat`"),
         ('{"weftline_chat": 2, "messages": []}', r"Invalid enum value 2 - at `\$.weftline_chat`"),

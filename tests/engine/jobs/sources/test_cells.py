@@ -68,7 +68,7 @@ def test_kept_values_of_json_lines_are_their_own_rows(values: list[Any]) -> None
     columns = columns_of({}, found.schema).schema.remove(0)
     written = [json.loads(line) for line in b"".join(lines(columns, batch)).splitlines()]
     assert set(reasons) == {row for row, value in enumerate(values) if not is_unicode(value)}
-    assert set(reasons.values()) <= {f"column v: {SURROGATE}"}
+    assert all(one.startswith("column v: ") and one.endswith(SURROGATE) for one in reasons.values())
     expected = [None if row in reasons else value for row, value in enumerate(values)]
     assert repr([one["v"] for one in written]) == repr(expected)
 
@@ -96,7 +96,7 @@ def test_typed_values_are_those_of_the_file_or_reported(values: list[Any]) -> No
 def test_a_value_too_deep_for_python_is_no_kept_value_of_map() -> None:
     table = pa.table({"v": ["1" * 5000]})
     assert isinstance(json_values(["1" * 5000])[0], Unusable)
-    with pytest.raises(InputError, match="column v: not valid JSON: nested too deeply"):
+    with pytest.raises(InputError, match="column v: found an integer of too many digits"):
         python_rows(table, pa.schema([cell_field("v", pa.int64(), JSON_CELL)]))
 
 

@@ -46,7 +46,7 @@ def test_lines_are_rows_and_blank_lines_are_none() -> None:
         (b"null", "line 2: expected an object, found null"),
         (b'{"a": 2}{"a": 3}', "line 2: not valid JSON at character 9: Extra data"),
         (b'{"a": 2, "b": "\xff"}', "line 2: text that is not UTF-8 (byte 16)"),
-        (b"[" * 100_000, "line 2: not valid JSON: nested too deeply, or a number of too many digits"),
+        (b"[" * 100_000, "line 2: nested deeper than 64"),
     ],
 )
 def test_a_broken_line_is_a_row_with_a_reason(line: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +64,27 @@ def test_each_value_is_its_own_row_s_whatever_the_others_have(learn_rows: int, m
     assert repr([row["v"] for row in read(data)]) == repr(values)
 
 
-def test_numbers_that_json_lacks_and_half_pairs_reach_their_row() -> None:
-    found = read(b'{"v": [NaN, -Infinity], "w": 1}\n{"v": "\\ud800", "w": 2}\n{"v": 400, "w": {"a": 1, "a": 2}}\n')
-    assert repr(found) == repr(
-        [{"v": [float("nan"), -math.inf], "w": 1}, {"v": "\ud800", "w": 2}, {"v": 400, "w": {"a": 2}}]
-    )
+def test_numbers_that_json_lacks_and_large_ones_reach_their_row() -> None:
+    found = read(b'{"v": [NaN, -Infinity], "w": 1}\n{"v": 400, "w": 1180591620717411303424}\n')
+    assert repr(found) == repr([{"v": [float("nan"), -math.inf], "w": 1}, {"v": 400, "w": 1 << 70}])
+
+
+@pytest.mark.parametrize("row", ['{"v": "\\ud800"}', '{"v": {"a": 1, "a": 2}}', '{"v": [{"b": {"a": 1, "a": NaN}}]}'])
+def test_values_that_strict_json_refuses_fail_in_their_column(row: str) -> None:
+    with pytest.raises(InputError, match=r"column v: .*(twice|surrogate)"):
+        read(b'{"v": null}\n' + row.encode())
+
+
+@pytest.mark.parametrize(
+    ("line", "twice"),
+    [
+        ('{"a": 1, "a": 2}', True), ('{"a":{"b":1},"a" :{"b":2}}', True), ('{"a\\\\":1,"a\\\\":NaN}', True),
+        ('{"a": NaN, "a": 2}', True), ('{"a":"x\\":y : z", "b" : {"a":":"}, "c":":"}', False), ('{"a":{"a":1}}', False),
+    ],
+)  # fmt: skip
+def test_a_key_twice_in_a_line_is_a_reason(line: str, twice: bool) -> None:
+    found = read(f'{{"a": 1, "b": [{{"b": 2}}]}}\n{line}\n'.encode())
+    assert ("twice" in found[1].get("!", "")) == twice
 
 
 def test_an_object_over_two_lines_is_two_broken_lines() -> None:
