@@ -79,20 +79,20 @@ UNWRITTEN, REST = Unwritten(), Unwritten(rest=True)
 
 
 @cache
-def markers(cls: type[Any]) -> Mapping[str, tuple[Any, ...]]:
+def markers(cls: Any) -> Mapping[str, tuple[Any, ...]]:
     """Return the metadata of each field's annotation, the outermost `Annotated` only."""
     return {name: get_args(hint)[1:] if get_origin(hint) is Annotated else () for name, hint in hints(cls).items()}
 
 
 @cache
-def hints(cls: type[Any]) -> Mapping[str, Any]:
+def hints(cls: Any) -> Mapping[str, Any]:
     """Return the annotations of a dataclass's fields by name, with their metadata. NameError: one is not defined."""
     found = get_type_hints(cls, include_extras=True)
     return {one.name: found[one.name] for one in dataclasses.fields(cls)}
 
 
 @cache
-def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
+def classes(cls: Any) -> Mapping[str, FieldClass | None]:
     """Return the class of each field; None for a field without one."""
     return {name: next(iter(_marks(cls, name, FieldClass)), None) for name in markers(cls)}
 
@@ -109,7 +109,7 @@ def result_fields(cls: type[Any], default: FieldClass | None = None) -> list[str
 
 
 @cache
-def written_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+def written_fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of a dataclass that are keys of a file, its own before inherited ones."""
 
     def depth(one: dataclasses.Field[Any]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from weftline.engine.llm.answer_syntax import TOOL_FORMATS
 from weftline.engine.llm.params import SamplingParams
@@ -14,34 +16,21 @@ from weftline.nodes.contract import ConfigError
 from weftline.nodes.model_store import is_url
 from weftline.shm.device.names import torch_device
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "fp8")
-WEIGHTS = ("auto", "fp8", "int8", "int4")
-TASKS = ("generate", "embed", "classify")
-POOLINGS = ("last", "mean", "first")
-ENGINES = ("weftline", "openai")
 TOOLS = ("auto", "none", *TOOL_FORMATS)
-REASONING = ("auto", "none")
-SPECULATIONS = ("none", "ngram", "draft")
 DEFAULT_LIMITS = {"cpu": RoundLimits(512, 32), "gpu": RoundLimits(2048, 256)}
 """Default limits of rounds by device. A GPU reads weights once for all rows, so more rows cost little."""
-LIMITS_MAX = {"round_tokens_max": 1 << 17, "sequences_max": 4096}
-"""Larger values are refused: buffers for a round are made when the step opens, and the engine holds 4096 requests."""
 ADAPTERS_MAX = 8
 """Most LoRA adapters of a step: each layer reserves memory for all of them."""
-_WHOLE = (
-    "page_tokens", "round_tokens_max", "sequences_max", "kv_bytes", "context_max", "draft_tokens_max", "ranks",
-    "image_cache_bytes",
-)  # fmt: skip
+Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class LlmConfig:
     """Options of an llm step."""
 
-    model: str
+    model: Annotated[str, Meta(min_length=1)]
     """Folder of a transformers model (config.json, *.safetensors, tokenizer), its name on the hub, or a GGUF file."""
-    task: str = "generate"
+    task: Literal["generate", "embed", "classify"] = "generate"
     """generate: answers. embed: a vector for each text. classify: scores by the model's classification head."""
     system: Annotated[str, REQUEST] = ""
     """System message before every `prompt`; needs a model with a chat template."""
@@ -52,45 +41,45 @@ class LlmConfig:
     tool_format: Annotated[str, REQUEST] = "auto"
     """Notation of tool calls: auto (found in the chat template), hermes, llama3, mistral, qwen3_coder, or none (calls
     stay in `text`)."""
-    reasoning: Annotated[str, REQUEST] = "auto"
+    reasoning: Annotated[Literal["auto", "none"], REQUEST] = "auto"
     """Separation of reasoning: auto (text between `<think>` and `</think>` is the output `reasoning`, if the chat
     template has these marks) or none (it stays in `text`)."""
-    pooling: str = "last"
+    pooling: Literal["last", "mean", "first"] = "last"
     """Pooling of token embeddings: last, mean or first."""
-    page_tokens: int = 16
+    page_tokens: Count = 16
     """Tokens in one page of the KV memory."""
-    kv_bytes: Annotated[int | None, RESOURCE] = None
+    kv_bytes: Annotated[Count | None, RESOURCE] = None
     """KV memory in bytes, reserved at start; by default 256 MiB on a CPU, less where the model cannot use it,
     and on a GPU what its budget leaves."""
-    kv_dtype: str = "auto"
+    kv_dtype: Literal["auto", "fp8"] = "auto"
     """Number format of keys and values: auto (that of the weights), or fp8, half the memory of 16 bits."""
-    round_tokens_max: int | None = None
+    round_tokens_max: Annotated[int, Meta(ge=1, le=1 << 17)] | None = None
     """Most tokens of one round: a larger one computes prompts faster, a smaller one streams more evenly; by default 512
     on a CPU and 2048 on a GPU."""
-    sequences_max: int | None = None
+    sequences_max: Annotated[int, Meta(ge=1, le=4096)] | None = None
     """Most requests that generate at a time; others wait inside the step; by default 32 on a CPU and 256 on a GPU."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV: auto (float32 on CPU, the checkpoint's on a GPU), float32, bfloat16, float16."""
-    weights: str = "auto"
+    weights: Literal["auto", "fp8", "int8", "int4"] = "auto"
     """Number format of weights in memory: auto (the checkpoint's), fp8, int8 or int4."""
-    context_max: int | None = None
+    context_max: Annotated[int, Meta(ge=2)] | None = None
     """Longest prompt and answer together, in tokens; by default the model's own limit."""
-    speculation: str = "none"
+    speculation: Literal["none", "ngram", "draft"] = "none"
     """Speculative decoding: none, ngram (earlier text) or draft (a smaller model). Answers do not change."""
     draft_model: str = ""
     """Smaller model for `speculation: draft`, with the same vocabulary."""
-    draft_tokens_max: int = 5
+    draft_tokens_max: Count = 5
     """Most draft tokens per round."""
-    adapters: dict[str, str] = field(default_factory=dict)
+    adapters: Annotated[dict[str, str], Meta(max_length=ADAPTERS_MAX)] = field(default_factory=dict)
     """LoRA adapters, {name: folder}, at most 8; a request's `adapter` input names one of them."""
     fuse: bool = True
     """Merge weights at load where results stay the same: fewer and larger matrix products."""
-    ranks: int = 1
+    ranks: Count = 1
     """Processes that share the model (tensor parallelism)."""
-    image_cache_bytes: int = 128 << 20
+    image_cache_bytes: Count = 128 << 20
     """Most bytes of image features kept in host memory; a picture seen again is not encoded again."""
 
-    engine: str = "weftline"
+    engine: Literal["weftline", "openai"] = "weftline"
     """Engine: weftline, in the step's own process, or openai, a server with OpenAI's API, which has other options."""
 
     def __post_init__(self) -> None:
@@ -115,37 +104,11 @@ def round_limits(config: LlmConfig, device: str) -> RoundLimits:
 
 
 def check_options(config: LlmConfig) -> None:
-    """Raise ConfigError for an invalid option."""
-    for option in _WHOLE:
-        value = getattr(config, option)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(option, f"found {value!r:.40}", "a whole number from 1")
-    for option, most in LIMITS_MAX.items():
-        value = getattr(config, option)
-        if value is not None and value > most:
-            raise ConfigError(option, f"found {value}", f"at most {most}")
-    if len(config.adapters) > ADAPTERS_MAX:
-        raise ConfigError("adapters", f"found {len(config.adapters)}", f"at most {ADAPTERS_MAX}")
+    """Raise ConfigError for an option that is invalid beside others, or for more than its bounds state."""
     if url := next((folder for folder in config.adapters.values() if is_url(folder)), None):
         raise ConfigError("adapters", f"found {url:.200}", "a folder of this machine: adapters are not fetched")
-    if config.context_max == 1:
-        raise ConfigError("context_max", "found 1", "a whole number from 2: one prompt token and one answer token")
-    choices = {
-        "dtype": DTYPES,
-        "kv_dtype": KV_DTYPES,
-        "weights": WEIGHTS,
-        "task": TASKS,
-        "pooling": POOLINGS,
-        "tool_format": TOOLS,
-        "reasoning": REASONING,
-        "speculation": SPECULATIONS,
-        "engine": ENGINES,
-    }
-    for option, allowed in choices.items():
-        if getattr(config, option) not in allowed:
-            raise ConfigError(option, f"found {getattr(config, option)!r:.40}", f"one of {', '.join(allowed)}")
-    if not config.model:
-        raise ConfigError("model", "found an empty text", "a model's folder or name")
+    if config.tool_format not in TOOLS:
+        raise ConfigError("tool_format", f"found {config.tool_format!r:.40}", f"one of {', '.join(TOOLS)}")
     if (config.speculation == "draft") != bool(config.draft_model):
         raise ConfigError("draft_model", f"found {config.draft_model!r:.60}", "a model exactly with speculation: draft")
     for option in ("tool_format", "reasoning"):

@@ -166,7 +166,7 @@ _being_made: set[type[Any]] = set()
 
 
 @cache
-def _mirror(of: type[Any]) -> type[Any]:
+def _mirror(of: Any) -> type[Any]:
     """Return a dataclass with the written keys of `of`, in pydantic's terms."""
     _being_made.add(of)
     try:

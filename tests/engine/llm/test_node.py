@@ -18,6 +18,7 @@ from weftline.engine.llm.params import SamplingParams
 from weftline.errors import DeadlineExceeded, InputError, ModelError
 from weftline.nodes.contract import ConfigError, OpenContext, Piece, StepContext
 from weftline.nodes.urgency import Urgency
+from weftline.pipelines.check.options import read_options
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,6 @@ def test_an_item_without_time_left_fails_and_the_urgent_one_is_answered(node):
 
 
 def test_config_problems_name_the_option():
-    step = StepContext(Path())
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"page_tokens": 0}, "page_tokens"), ({"dtype": "int4"}, "dtype"), ({"model": ""}, "model"),
         ({"kv_bytes": -1}, "kv_bytes"), ({"sequences_max": 1.5}, "sequences_max"),
@@ -180,9 +180,8 @@ def test_config_problems_name_the_option():
         ({"adapters": {f"a{at}": "folder" for at in range(9)}}, "adapters"),
     ]  # fmt: skip
     for options, option in wrong:
-        with pytest.raises(ConfigError) as caught:
-            Llm.ports(LlmConfig(**{"model": "m", **options}), step)
-        assert caught.value.option == option
+        _, problems = read_options(Llm, {"model": "m", **options}, "")
+        assert [one.path for one in problems] == [option]
     with pytest.raises(ConfigError) as caught:
         LlmConfig(model="m", sampling={"temprature": 1})
     assert caught.value.option == "sampling.temprature"
