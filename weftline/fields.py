@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cache
 from pathlib import PurePath
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from msgspec import Meta
 
@@ -78,21 +78,29 @@ class Unwritten:
 UNWRITTEN, REST = Unwritten(), Unwritten(rest=True)
 
 
-@cache
-def markers(cls: Any) -> Mapping[str, tuple[Any, ...]]:
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _cached(function: _Function) -> _Function:
+    """Cache results by arguments; mypy takes no class for hashable, as `functools.cache` requires."""
+    return cast(_Function, cache(function))
+
+
+@_cached
+def markers(cls: type[Any]) -> Mapping[str, tuple[Any, ...]]:
     """Return the metadata of each field's annotation, the outermost `Annotated` only."""
     return {name: get_args(hint)[1:] if get_origin(hint) is Annotated else () for name, hint in hints(cls).items()}
 
 
-@cache
-def hints(cls: Any) -> Mapping[str, Any]:
+@_cached
+def hints(cls: type[Any]) -> Mapping[str, Any]:
     """Return the annotations of a dataclass's fields by name, with their metadata. NameError: one is not defined."""
     found = get_type_hints(cls, include_extras=True)
     return {one.name: found[one.name] for one in dataclasses.fields(cls)}
 
 
-@cache
-def classes(cls: Any) -> Mapping[str, FieldClass | None]:
+@_cached
+def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
     """Return the class of each field; None for a field without one."""
     return {name: next(iter(_marks(cls, name, FieldClass)), None) for name in markers(cls)}
 
@@ -108,8 +116,8 @@ def result_fields(cls: type[Any], default: FieldClass | None = None) -> list[str
     return found
 
 
-@cache
-def written_fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+@_cached
+def written_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of a dataclass that are keys of a file, its own before inherited ones."""
 
     def depth(one: dataclasses.Field[Any]) -> int:
