@@ -141,7 +141,7 @@ def members(line: bytes, fast: bool = True) -> dict[str, Any]:
             return _members(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         pass  # NaN and halves of surrogate pairs pass below, everything else gets its reason there
-    found = _parsed_slowly(line, FILES, syntax_only=True)
+    found = parse_syntax(line)
     if not isinstance(found, dict):
         raise NotJson(f"expected an object, found {kind_of(found)}")
     return _spans(line.decode())
@@ -159,13 +159,9 @@ def repeats_key(data: bytes, objects: Sequence[dict[str, Any]]) -> bool:
     return keys != colons and keys + sum(name.count(":") for one in objects for name in one) != colons
 
 
-def has_syntax(text: str) -> bool:
-    """Return True if a text is JSON by its syntax, NaN and Infinity included; no other rule is checked."""
-    try:
-        _parsed_slowly(text.encode(), FILES, syntax_only=True)
-        return True
-    except (NotJson, UnicodeEncodeError):
-        return False
+def parse_syntax(data: bytes) -> Any:
+    """Parse JSON that is checked for its syntax only, NaN and Infinity included; NotJson if it is none."""
+    return _parsed_slowly(data, FILES, syntax_only=True)
 
 
 def kind_of(value: Any) -> str:

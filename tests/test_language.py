@@ -21,7 +21,10 @@ FOLDERS = (
     *("benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md"),
     *("tests/engine/" + name for name in ("bench", "client", "jobs", "llm", "metrics", "protocol")),
     *("tests/engine/" + name for name in ("runtime", "scheduler", "serving", "worker", "*.py")),
-    *("tests/" + name for name in ("benchmarks", "examples", "nodes", "pipelines", "shm", "weftline", "*.py")),
+    *(
+        "tests/" + name
+        for name in ("benchmarks", "errors", "examples", "nodes", "pipelines", "shm", "weftline", "*.py")
+    ),
 )
 PEOPLE = ("whoever", "somebody", "nobody", "told", "heard")
 REPLACED = ("rung", "rungs", "near_inputs", "near_outputs", "near_arena", "near_room", "near_bytes", "room_bytes")

@@ -35,7 +35,7 @@ from weftline.engine.jobs.sources.arrow_types import is_text
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
 from weftline.nodes.json_value import SURROGATE, NotJson
-from weftline.nodes.strict_json import FILES, has_syntax, kind_of, parse, parse_all
+from weftline.nodes.strict_json import FILES, kind_of, parse, parse_all, parse_syntax
 
 MIXED = pa.json_()
 """Type of a JSON column whose first values have no common type."""
@@ -356,7 +356,15 @@ def _has(cells: pa.ChunkedArray | pa.Array, pattern: str) -> bool:
 def _json_texts(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     """Return a typed column of JSON text as JSON cells; a text that is not JSON becomes a JSON string."""
     texts = column.to_pylist()
-    return pa.array([one if one is None or has_syntax(one) else json.dumps(one) for one in texts], pa.string())
+    return pa.array([one if one is None or _is_json(one) else json.dumps(one) for one in texts], pa.string())
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_syntax(text.encode())
+        return True
+    except NotJson:
+        return False
 
 
 def python_rows(table: pa.Table, source: pa.Schema) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from weftline.engine.jobs.sources.text_reader import (
 )
 from weftline.errors import InputError
 from weftline.nodes.json_value import NotJson
-from weftline.nodes.strict_json import FILES, kind_of, members, parse, repeats_key
+from weftline.nodes.strict_json import kind_of, members, parse_syntax, repeats_key
 
 LEARN_ROWS = 10_000
 LEARN_BYTES = 4 << 20
@@ -142,7 +142,7 @@ def _once(cells: dict[str, Any] | str, line: bytes) -> dict[str, Any] | str:
 def _object(line: bytes) -> dict[str, Any] | str:
     """Parse the object of a line; return the reason if it holds none."""
     try:
-        found = parse(line, FILES)
+        found = parse_syntax(line)
     except NotJson as error:
         return error.at("").partition("\n")[0]
     return found if isinstance(found, dict) else f"expected an object, found {kind_of(found)}"

@@ -100,7 +100,7 @@ def test_rows_of_a_file_are_taken_in_turn(weft, write, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("{", "rows.jsonl:2: not valid json; a row is one json object on one line"),
+        ("{", "rows.jsonl:2: not valid JSON at character 2: Expecting property name"),
         ("[1]", "rows.jsonl:2: found list, expected an object: inputs by name"),
         ('{"z": 1}', "rows.jsonl:2: z: the pipeline has no such input"),
         ('{"x": "@-"}', "rows.jsonl:2: input x: a row cannot read standard input"),

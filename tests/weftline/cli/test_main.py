@@ -121,7 +121,7 @@ def test_problems_of_a_profile_and_of_its_pipeline_come_at_once(weft, write) -> 
     Path(file).with_suffix(".profile.json").write_text("{")
     refused = weft("check", file, "--gpus", "1")
     assert refused.code == 2
-    assert "is no JSON" in refused.err and "steps.a.device: cuda:9, and this machine has cuda:0" in refused.err
+    assert "not valid JSON" in refused.err and "steps.a.device: cuda:9, and this machine has cuda:0" in refused.err
     assert "2 problems in " in refused.err
 
 
