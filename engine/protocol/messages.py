@@ -2,10 +2,11 @@
 
 Messages are frozen structs, encoded as MessagePack, never as pickle. They hold ids, places in shared memory, and values
 of up to INLINE_BYTES_MAX bytes. Each worker has one Unix stream socket. Messages on it are ordered and length-prefixed
-(four bytes). Four of them carry a file descriptor: Hello and Attach, DeviceUp and AttachDevice.
+(four bytes). Four of them carry a file descriptor: Hello and Attach, DeviceUp and AttachDevice. A step in a message is
+the number of a deployment: what the worker has opened, which steps of several programs may use.
 
-    runtime -> worker    OpenSteps, Attach, AttachDevice, Retire, Chain, RunBatch, OutputBuffer, Submit, InputChunks,
-                         CancelItems, PauseItems, ResumeItems, EndSequences, QuarantineItems, KvResize, Settle,
+    runtime -> worker    OpenSteps, Attach, AttachDevice, Retire, Chain, DropChains, RunBatch, OutputBuffer, Submit,
+                         InputChunks, CancelItems, PauseItems, ResumeItems, EndSequences, QuarantineItems, KvResize, Settle,
                          UseHostOutputs, Fetch, Sleep, Wake, Close
     worker -> runtime    Hello, DeviceUp, AttachFailed, OpenProgress, OpenFailed, Ready, Heartbeat, BufferRequest,
                          Suspected, BatchDone, Released, Settled, Fetched, OutputChunks, ChunkRead, KvResized, Asleep,

@@ -193,7 +193,7 @@ def _misfits(state: SchedulerState, event: ev.OpenProgram, steps: Sequence[Progr
             problems.append(f"step {step.name}: there is no deployment {step.deployment}")
         elif _interface(step.planned) != _interface(state.deployments[step.deployment]):
             opened = state.deployments[step.deployment].name
-            problems.append(f"step {step.name}: deployment {opened} has other ports or is of another kind")
+            problems.append(f"step {step.name}: deployment {opened} has other ports or options")
         elif step.planned.sequence is not None and (
             state.queues[step.deployment].users or [one.deployment for one in steps].count(step.deployment) > 1
         ):
@@ -206,7 +206,7 @@ def _interface(step: PlannedStep) -> tuple[object, ...]:
         tuple((one.port, one.type) for one in step.inputs),
         tuple((p.name, p.type) for p in step.outputs),
     )
-    return inputs, outputs, step.streams, step.fed, step.sequence, step.control
+    return step.node, inputs, outputs, step.batch, step.streams, step.fed, step.sequence, step.finite
 
 
 def _can_chain(state: SchedulerState, chain: Sequence[int]) -> bool:

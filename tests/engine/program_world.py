@@ -2,8 +2,8 @@
 
 A program is drawn from the plan that is loaded: some of its steps, some of them twice, with conditions, fallbacks,
 timeouts, retries, limits and outputs of its own. Its names are its own too, so that nothing of another program can pass
-for it. What callers are told is compared with the program that they submitted to; what workers are sent, with the
-deployments of its steps.
+for it. Answers, errors and refusals are compared with the program that a request was submitted to; the work of workers,
+with the deployments of its steps.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Version:
 
 
 class ProgramWorld:
-    """The programs of one world, and what was promised to whom.
+    """The programs of one world, and which request is of which.
 
     version_of: by request, the program that it was submitted to.
     owner:      by item, its request.
@@ -219,7 +219,7 @@ class ProgramWorld:
                 raise AssertionError(f"{version.plan.name} has {len(version.open)} requests open, and at most {most}")
 
     def check_end(self, command: ev.Finish | ev.Fail | ev.Refuse, now_ms: float) -> None:
-        """Check that what a caller is told is about the program that the request was submitted to."""
+        """Check that the end of a request is about the program that it was submitted to."""
         version = self.version_of[command.request]
         plan = version.plan
         if isinstance(command, ev.Refuse):
@@ -235,7 +235,7 @@ class ProgramWorld:
         names = {step.name for step in plan.steps}
         strange = [one.step for one in command.timings if one.step not in names]
         if strange:
-            raise AssertionError(f"request {command.request} of {plan.name} was told of steps {strange}")
+            raise AssertionError(f"request {command.request} of {plan.name} has timings of steps {strange}")
         if isinstance(command, ev.Fail):
             self._check_limits(version, command.message)
             if command.step and command.step not in names:
@@ -250,7 +250,7 @@ class ProgramWorld:
         limits = version.plan.limits
         for name, shown in re.findall(r"limits\.(\w+) is (\d+)", message):
             if int(shown) != getattr(limits, name):
-                raise AssertionError(f"a request of {version.plan.name} was told a limit of another: {message}")
+                raise AssertionError(f"a request of {version.plan.name} got a limit of another: {message}")
         waited = re.search(r"not read for ([0-9.]+) s", message)
         if waited and float(waited.group(1)) != limits.stall_max_ms / 1000:
             raise AssertionError(f"a request of {version.plan.name} waited by the limit of another: {message}")

@@ -65,7 +65,7 @@ def test_two_steps_of_one_program_share_a_deployment() -> None:
 
 def test_a_program_is_not_refused_by_the_slow_requests_of_another() -> None:
     harness = SchedulerHarness(one_step(batch={"items_max": 1}))
-    quick = harness.open(one_step("look"), 0)
+    quick = harness.open(one_step("look", batch={"items_max": 1}), 0)
     run(harness, FIRST_PROGRAM, 8, 400.0)
     run(harness, quick, 4, 2.0)
     run(harness, FIRST_PROGRAM, 4, 400.0)
@@ -77,7 +77,7 @@ def test_a_program_is_not_refused_by_the_slow_requests_of_another() -> None:
 
 def test_a_waiting_item_is_late_by_the_times_of_its_own_step_alone() -> None:
     harness = SchedulerHarness(one_step(batch={"items_max": 1}, limits={"refuse_early": False}))
-    quick = harness.open(one_step("look", limits={"refuse_early": False}), 0)
+    quick = harness.open(one_step("look", batch={"items_max": 1}, limits={"refuse_early": False}), 0)
     run(harness, FIRST_PROGRAM, 4, 400.0)
     run(harness, quick, 4, 2.0)
     run(harness, FIRST_PROGRAM, 8, 400.0)
