@@ -6,8 +6,8 @@ of up to INLINE_BYTES_MAX bytes. Each worker has one Unix stream socket. Message
 the number of a deployment: what the worker has opened, which steps of several programs may use.
 
     runtime -> worker    OpenSteps, Attach, AttachDevice, Retire, Chain, DropChains, RunBatch, OutputBuffer, Submit,
-                         InputChunks, CancelItems, PauseItems, ResumeItems, EndSequences, QuarantineItems, KvResize, Settle,
-                         UseHostOutputs, Fetch, Sleep, Wake, Close
+                         InputChunks, CancelItems, PauseItems, ResumeItems, EndSequences, QuarantineItems, KvResize,
+                         Settle, UseHostOutputs, Fetch, Sleep, Wake, Close
     worker -> runtime    Hello, DeviceUp, AttachFailed, OpenProgress, OpenFailed, Ready, Heartbeat, BufferRequest,
                          Suspected, BatchDone, Released, Settled, Fetched, OutputChunks, ChunkRead, KvResized, Asleep,
                          Awake
