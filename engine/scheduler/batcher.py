@@ -335,6 +335,6 @@ class Batcher:
             del self._lines[line.group]
 
     def _forget_times(self) -> None:
-        self._learned = self._lateness.samples
+        self._learned = self._latency.samples
         for line in self._lines.values():
             line.leave_ms = None

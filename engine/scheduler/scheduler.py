@@ -143,20 +143,23 @@ class Scheduler:
 
         job: for a row of a job, which is limited to the jobs' share; a row larger than that may use the whole arena.
         """
-        blocks = self.try_lease_inputs(sizes, job, program)
-        if blocks is None:
+        try:
+            blocks = self.try_lease_inputs(sizes, job, program)
+            if blocks is None:
+                raise self._inputs_do_not_fit(self.state.programs[program], sum(sizes))
+        except (LimitReached, SessionClosed):
             self.note_refused(program)
-            raise self._inputs_do_not_fit(self.state.programs[program], sum(sizes))
+            raise
         return blocks
 
     def check_inputs_fit(self, sizes: Sequence[int], program: int = FIRST_PROGRAM) -> None:
         """Raise LimitReached when a request with such inputs would be refused now, or can never fit."""
-        into = programs.check_open(self.state, program)
         try:
+            into = programs.check_open(self.state, program)
             into.admission.check(sum(sizes))
             if sum(align_up(size, ALIGN_BYTES) for size in sizes) > self.ledger.arena_bytes(into.arena):
                 raise self._inputs_do_not_fit(into, sum(sizes))
-        except LimitReached:
+        except (LimitReached, SessionClosed):
             self.note_refused(program)
             raise
 

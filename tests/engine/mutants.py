@@ -474,7 +474,7 @@ def an_arena_that_is_used_although_a_worker_cannot_attach_it(patch: pytest.Monke
 @mutant
 def a_task_that_is_started_although_it_cannot_finish(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(StepQueue, "latest_start_ms", lambda s, task, now_ms, beside=0: task.expires_ms)
-    patch.setattr(Batcher, "needs_ms", lambda s, items: 0.0)
+    patch.setattr(Batcher, "needs_ms", lambda s, items, *own: 0.0)
 
 
 @mutant

@@ -11,6 +11,8 @@ from tests.engine.scheduler_harness import SchedulerHarness, plan_of
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.programs import DEATHS_MAX, DEATHS_MS, FIRST_PROGRAM
+from weftline.engine.scheduler.scheduler import Scheduler
+from weftline.errors import SessionClosed
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.builder import Builder
 from weftline.pipelines.spec.policy import SequencePolicy
@@ -265,3 +267,30 @@ def test_a_deployment_with_sequences_has_one_program_and_they_end_with_it() -> N
     program = harness.open(stateful, 0)
     refusal = harness.refusal(harness.submit(x="b", sequence=SequencePart("s", False, False), program=program))
     assert "has not been started" in refusal.message
+
+
+def test_an_engine_may_begin_without_a_program() -> None:
+    plan = plan_of(one_step())
+    scheduler = Scheduler(plan, alone=False)
+    assert [type(one) for one in scheduler.start(0.0)] == [ev.StartWorker] and not scheduler.state.programs
+    with pytest.raises(SessionClosed):
+        scheduler.try_reserve([100])
+    (opened,) = scheduler.on(ev.OpenProgram(FIRST_PROGRAM, plan, (0,)), 0.0)
+    assert isinstance(opened, ev.OpenIngress)
+    assert scheduler.try_reserve([100])[0].arena == opened.arena
+    assert scheduler.counters.refused == 1
+
+
+def test_a_batch_of_two_programs_teaches_neither_the_times_of_the_other() -> None:
+    harness = SchedulerHarness(one_step())
+    other = harness.open(one_step("look"), 0)
+    run(harness, FIRST_PROGRAM, 4, 400.0)
+    run(harness, other, 4, 2.0)
+    own = harness.scheduler.program(other).steps[0].latency
+    before = own.samples
+    harness.submit(x="busy")
+    harness.submit(x="a"), harness.submit(x="b", program=other)
+    harness.answer("see", run_ms=400.0)
+    harness.answer("see", run_ms=400.0)
+    assert own.samples == before == 4
+    assert harness.scheduler.state.queues[0].latency.samples == 10
