@@ -151,6 +151,13 @@ class StepQueue:
     apart:  the steps among `users` that have one.
     """
 
+    __slots__ = (  # read in every hop: without slots, more than 30 attributes are slower
+        "_at_once", "_batches", "_direct", "_job_batch_ms", "_limit", "_new", "_policy", "_queue", "_queues",
+        "_unlearned", "apart", "beside", "expires", "in_place", "index", "items_max", "job", "job_workers", "latency",
+        "mixed", "name", "quick", "sequences", "shapes", "shared", "sizes", "step", "streams", "suspects", "together",
+        "users", "usual_ms", "workers",
+    )  # fmt: skip
+
     def __init__(self, index: int, step: PlannedStep, job_batch_ms: float = math.inf) -> None:
         policy = BatchPolicy(STREAM_ITEMS_MAX, 0.0, order=step.batch.order) if step.streams else step.batch
         self.index = index
