@@ -42,6 +42,7 @@ OWN = {
     "engine/llm/grammar/sandbox.py": "lines between this program and its own process",
     "engine/llm/parallel/followers.py": "settings from this program to its own processes",
     "engine/llm/external/answer.py": "typed events of a stream, one for each token; unknown fields are skipped unread",
+    "nodes/model_limits.py": "the syntax of large vocabularies, without their values",
     "nodes/tokenizer_trial.py": "parts of a tokenizer from this program to its own process",
     "weftline/gpu_check/llm_parts.py": "lines of its own process",
     "weftline/gpu_check/report.py": "its own report",

@@ -10,7 +10,7 @@
 
 Each class is a frozen value and the schema of its keys: a key, its default, its bounds and its documentation stand here
 only. A `Flag` makes a key an option of `weftline serve` too, with the same type, bounds and sentence. Bounds apply to
-files and options (`serve_file.py`); code may construct any value.
+files and options (`serve_file.py`), and to a configuration that goes to another process.
 """
 
 from __future__ import annotations

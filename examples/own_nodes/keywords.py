@@ -3,19 +3,21 @@
 import re
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from weftline.node import Batch, BatchNode, ConfigError, Outputs, Ports, StepContext, port
+from msgspec import Meta
+
+from weftline.node import Batch, BatchNode, Outputs, Ports, StepContext, port
 
 
 @dataclass(frozen=True, slots=True)
 class KeywordsConfig:
     """Options of `Keywords`; each field is a key of the step in the pipeline file."""
 
-    words_max: int = 3
+    words_max: Annotated[int, Meta(ge=1, le=100)] = 3
     """Number of keywords per text."""
 
-    chars_min: int = 4
+    chars_min: Annotated[int, Meta(ge=1)] = 4
     """Length of the shortest keyword, in characters."""
 
 
@@ -27,8 +29,6 @@ class Keywords(BatchNode):
 
     @classmethod
     def ports(cls, config: KeywordsConfig, step: StepContext) -> Ports:
-        if config.words_max < 1:
-            raise ConfigError("words_max", f"{config.words_max}", "1 or more")
         return Ports(inputs=(port("text", "text"),), outputs=(port("words", "json", about="list of words"),))
 
     def run(self, batch: Batch) -> Outputs:

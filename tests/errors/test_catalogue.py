@@ -16,7 +16,7 @@ ENDING = re.compile(r"^\[(exit|status) (\d+)\]\n", re.MULTILINE)
 REMEDY = re.compile(
     r"expected|fix: |[Dd]id you mean|exclude each other|leave .* out|(wants|needs?|requires|rename|write) |only with"
     r"|one is needed|missing; name|(inputs|outputs) are |the pipeline's inputs: |such output; it has|types are|known: "
-    r"|Input should be|is not one of|stand alone|Missing argument|No such option|a row is one json object"
+    r"|Input should be|is not one of|stands? alone|Missing argument|No such option|a row is one json object"
 )
 """Words of a message that say what to write instead."""
 

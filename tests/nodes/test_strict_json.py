@@ -102,7 +102,7 @@ def test_deep_nesting_is_refused_in_a_moment(document: bytes) -> None:
     took_s = []
     for _ in range(5):
         started_s = time.thread_time()
-        with pytest.raises(InputError, match="nested deeper than 64, or brackets that do not match"):
+        with pytest.raises(InputError, match="nested deeper than 64"):
             loads(document)
         took_s.append(time.thread_time() - started_s)
     assert min(took_s) < 0.008, took_s

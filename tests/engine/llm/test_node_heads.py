@@ -14,6 +14,7 @@ from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError, OpenContext, StepContext
+from weftline.pipelines.check.options import read_options
 
 TEXTS = ["the user asks", "again", "the assistant answers again and again " * 3]
 
@@ -88,9 +89,10 @@ def test_ports_say_what_comes_out_and_what_does_not_go_together_is_refused(folde
         "scores",
         "usage",
     ]
-    for options in ({"task": "dream"}, {"task": "embed", "speculation": "ngram"}, {"pooling": "most"}):
-        with pytest.raises(ConfigError):
-            Llm.ports(LlmConfig(model="tiny", **options), step)
+    with pytest.raises(ConfigError):
+        Llm.ports(LlmConfig(model="tiny", task="embed", speculation="ngram"), step)
+    for options in ({"task": "dream"}, {"pooling": "most"}):
+        assert [one.path for one in read_options(Llm, {"model": "tiny", **options}, "")[1]] == list(options)
 
 
 def test_a_text_that_is_too_long_fails_alone(folder):

@@ -16,6 +16,7 @@ from weftline.engine.llm.node import Llm
 from weftline.engine.llm.options import LlmConfig
 from weftline.errors import InputError
 from weftline.nodes.contract import ConfigError, OpenContext, StepContext
+from weftline.pipelines.check.options import read_options
 
 SCHEMA = {
     "type": "object",
@@ -262,9 +263,11 @@ def test_a_call_cannot_be_forced_in_other_formats(tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused_by_name(tmp_path: Path) -> None:
-    for option, value in (("tool_format", "xml"), ("reasoning", "qwen")):
-        with pytest.raises(ConfigError, match=option):
-            Llm.ports(LlmConfig(model="m", **{option: value}), StepContext(tmp_path))
+    _, problems = read_options(Llm, {"model": "m", "reasoning": "qwen"}, "")
+    assert [one.path for one in problems] == ["reasoning"]
+    with pytest.raises(ConfigError, match="tool_format"):
+        Llm.ports(LlmConfig(model="m", tool_format="xml"), StepContext(tmp_path))
+    for option in ("tool_format", "reasoning"):
         with pytest.raises(ConfigError, match=option):
             Llm.ports(LlmConfig(model="m", task="embed", **{option: "none"}), StepContext(tmp_path))
 

@@ -160,4 +160,4 @@ def test_options_of_ray_are_refused_without_it(
     words: list[str], greet: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", str(greet()), *words]) == 2
-    assert f"{words[0]}: only with --engine ray" in " ".join(capsys.readouterr().err.split())
+    assert f"{words[0]} needs --engine ray" in " ".join(capsys.readouterr().err.split())

@@ -93,9 +93,9 @@ def test_what_is_wrong_becomes_the_status_of_the_call(greet: Callable[..., Path]
         )
         large = Context()
         assert not (await ask(replica, "x" * 2000, large)).outputs
-        assert large.status is grpc.StatusCode.RESOURCE_EXHAUSTED and "the most is 1000" in large.details
+        assert large.status is grpc.StatusCode.RESOURCE_EXHAUSTED and "the most is 1024" in large.details
 
-    limits = ServeLimits(message_bytes_max=1000)
+    limits = ServeLimits(message_bytes_max=1024)
     with_replica(replace(config_for(greet()), limits=limits), script)
 
 

@@ -80,7 +80,6 @@ def test_a_hub_model_that_is_not_here_may_have_pictures(tmp_path):
         ({"weights": "int8"}, "weights"),
         ({"ranks": 2}, "ranks"),
         ({"adapters": {"a": "b"}}, "adapters"),
-        ({"image_cache_bytes": 0}, "image_cache_bytes"),
         ({"task": "embed"}, "model"),
     ],
 )

@@ -29,7 +29,7 @@ FULL = ServeConfig(
     insecure=True,
     shared_memory=True,
     grace_s=3.5,
-    limits=ServeLimits(message_bytes_max=1),
+    limits=ServeLimits(message_bytes_max=1024),
     logs=Logs("json", "debug", requests=True),
     otlp="http://x:1",
 )
