@@ -1,6 +1,6 @@
 """One gRPC call on an HTTP/2 connection: received messages, the method, the response.
 
-Two life cycles, each a table. MOVES is that of the method and its response; COUNTS that of what the call counts as:
+Two life cycles, each a table. MOVES is that of the method and its response; COUNTS that of its accounting: it counts as
 nothing, one of the calls without a message (`OpeningCalls`), or one of `limits.calls_max` slots (`CallSlots`).
 """
 
@@ -64,7 +64,7 @@ COUNTS: Mapping[tuple[str, str], str] = {
     (OPENING, "free"): NOTHING,
     (SLOT, "free"): NOTHING,
 }
-"""What a call counts as: (count, event) -> count.
+"""Accounting of a call: (count, event) -> count.
 
 begun:   its first message has not arrived in the bytes that are being processed.
 opening: it has not arrived afterwards either: the call is one of `OpeningCalls`.

@@ -1,7 +1,7 @@
 """One gRPC connection in the asyncio loop: bytes of its socket to calls, and responses to its socket.
 
 Events of its HTTP/2 core start and end calls. Its watch (`watch.py`) finds that it is silent, stalled or slow, and its
-turns of the loop are shared with other connections (`turns.py`).
+turns of the loop are shared with other connections (`serving/turns.py`).
 """
 
 from __future__ import annotations

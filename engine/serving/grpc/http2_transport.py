@@ -44,8 +44,8 @@ from weftline.engine.serving.grpc.http2_call import GrpcCall
 from weftline.engine.serving.grpc.http2_connection import SLICE_CALLS, GrpcConnection
 from weftline.engine.serving.grpc.nghttp2 import Http2Limits
 from weftline.engine.serving.grpc.service import Method
-from weftline.engine.serving.grpc.turns import Turns
 from weftline.engine.serving.tls_listener import TlsListener
+from weftline.engine.serving.turns import Turns
 from weftline.engine.serving.unix_socket import placed
 from weftline.engine.serving.unsent_budget import SLOW_S, UnsentBudget
 from weftline.errors import ModelError
@@ -101,7 +101,7 @@ class Http2Transport:
         self.ping_wait_s = limits.keepalive_wait_s
         self.ping_interval_s = min(limits.keepalive_s, PING_INTERVAL_S)
         self.connections: set[GrpcConnection] = set()
-        self.turns = Turns(self.loop)
+        self.turns = Turns()
         self.calls = 0
         self.closing = self.closed = False
         self.now_s = time.monotonic()

@@ -3,7 +3,7 @@
 uvicorn's protocol over httptools (llhttp) reads the bytes; it limits none of them. Here:
 
 - at `connections_max` a connection that serves no call is closed for another (`ConnectionTable`);
-- a connection parses for TURN_S, and one of those with more goes on in each turn of the loop;
+- a connection parses for a turn, and one of those with more goes on in each turn of the loop (`Turns`);
 - bytes behind a request that has no answer yet (pipelining) stay unparsed and the connection is not read; a connection
   that brings the unread bytes of all connections over UNREAD_BYTES_MAX is closed;
 
@@ -20,7 +20,6 @@ import asyncio
 import math
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.connection_table import LATE_S, ConnectionTable
+from weftline.engine.serving.turns import Turns
 
 T = TypeVar("T")
 
@@ -51,9 +51,6 @@ UNREAD_BYTES_MAX = 32 << 20
 
 SLICE_BYTES, CHUNKED_BYTES = 1 << 10, 4 << 10
 """Bytes that are parsed at a time: of headers, which may be those of many requests, and of a chunked body."""
-
-TURN_S, SHORT_TURN_S = 0.001, 0.00025
-"""Time to parse bytes of one connection in one turn of the event loop: alone, and while others have more to parse."""
 
 CLOSE_S = 1.0
 """Time for a client to take the rest of a response when its connection is closed for another."""
@@ -104,37 +101,19 @@ class _Flow(FlowControl):
 
 
 class Connections:
-    """State that the connections of one server share.
-
-    unread_bytes: received and not parsed yet.
-    backlog:      connections with bytes to parse.
-    """
+    """State that the connections of one server share. unread_bytes: received and not parsed yet."""
 
     def __init__(self, limits: ServeLimits) -> None:
         self.limits = limits
         self.table: ConnectionTable[LimitedProtocol] = ConnectionTable(limits.connections_max)
         self.unread_bytes = 0
-        self.backlog: deque[LimitedProtocol] = deque()
-
-    def wait_turn(self, connection: LimitedProtocol) -> None:
-        """Let a connection go on in a later turn of the loop, behind those that wait already."""
-        self.backlog.append(connection)
-        if len(self.backlog) == 1:
-            connection.loop.call_soon(self._continue_one)
-
-    def _continue_one(self) -> None:
-        """Let a connection go on; one does in each turn of the loop."""
-        connection = self.backlog[0]  # stays there: no second callback is scheduled
-        try:
-            connection.parse_now()
-        finally:
-            self.backlog.popleft()
-            if self.backlog:
-                connection.loop.call_soon(self._continue_one)
+        self.turns = Turns(short=True)
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """The protocol of uvicorn with the limits above. shared: state of all connections of its server."""
+
+    new = False  # all of them take turns as equals
 
     def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -220,14 +199,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._kept:
             self._keep(self._kept + data)
         else:
-            self._parse(data)
+            self._parse(data, self._shared.turns.turn_s)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes, turn_s: float) -> None:
         """Parse bytes up to the end of a request; keep the rest while that request has no answer.
 
-        What takes longer than a turn goes on in a later one.
+        What takes longer than `turn_s` goes on in a later turn.
         """
-        at, until_s = 0, time.monotonic() + (SHORT_TURN_S if self._shared.backlog else TURN_S)
+        at, until_s = 0, time.monotonic() + turn_s
         while at < len(data) and not self.transport.is_closing():
             blocked = self._blocked()
             if blocked or (at and time.monotonic() > until_s):
@@ -266,18 +245,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow.read_paused = True  # until then
         if not self._waits:
             self._waits = True
-            self._shared.wait_turn(self)
+            self._shared.turns.continue_soon(self)
         return True
 
-    def parse_now(self) -> None:
-        """Go on with kept bytes."""
+    def work(self, turn_s: float) -> None:
+        """Parse kept bytes for about `turn_s`."""
         self._waits = False
         if self.transport.is_closing():
             return
         self.flow.read_paused = False
         data = self._kept
         self._keep(b"")
-        self._parse(data)
+        self._parse(data, turn_s)
         if not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 

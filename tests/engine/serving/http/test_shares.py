@@ -133,15 +133,15 @@ def test_chunks_of_a_byte_are_parsed_in_turns(server: Hosted, monkeypatch: pytes
     turns: list[int] = []
     parse = http_connection.LimitedProtocol._parse
 
-    def turn(protocol: Any, data: bytes) -> None:
+    def turn(protocol: Any, data: bytes, turn_s: float) -> None:
         before = len(bodies)
-        parse(protocol, data)
+        parse(protocol, data, turn_s)
         turns.append(len(bodies) - before)
 
     monkeypatch.setattr(HttpToolsProtocol, "data_received", counted)
     monkeypatch.setattr(http_connection.LimitedProtocol, "_parse", turn)
-    monkeypatch.setattr(http_connection, "TURN_S", 0.0)
-    monkeypatch.setattr(http_connection, "SHORT_TURN_S", 0.0)
+    monkeypatch.setattr("weftline.engine.serving.turns.TURN_S", 0.0)
+    monkeypatch.setattr("weftline.engine.serving.turns.SHORT_TURN_S", 0.0)
     with contextlib.ExitStack() as stack:
         for one in [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(4)]:
             one.sendall(said)

@@ -30,33 +30,35 @@ class Working(Protocol):
 class Turns:
     """The connections of one server that have more work.
 
-    turn_s: time for the work of a connection that has just received bytes.
+    short: one that goes on has SHORT_TURN_S even where no other has more work.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.turn_s = TURN_S
-        self._loop = loop
+    def __init__(self, short: bool = False) -> None:
+        self._short = short
         self._backlog: deque[Working] = deque()
         self._new_backlog: deque[Working] = deque()
 
+    @property
+    def turn_s(self) -> float:
+        """Time for the work of a connection that has just received bytes."""
+        return SHORT_TURN_S if self._backlog or self._new_backlog else TURN_S
+
     def continue_soon(self, connection: Working) -> None:
         """Let a connection go on with received work; one connection does in each turn of the loop, new ones in some."""
-        self.turn_s = SHORT_TURN_S
         if connection.new:
             if not self._new_backlog:
-                self._loop.call_soon(self._continue_new)
+                asyncio.get_running_loop().call_soon(self._continue_new)
             self._new_backlog.append(connection)
             return
         if not self._backlog:
-            self._loop.call_soon(self._continue_one)
+            asyncio.get_running_loop().call_soon(self._continue_one)
         self._backlog.append(connection)
 
     def _continue_one(self) -> None:
         connection = self._backlog.popleft()
         if self._backlog:
-            self._loop.call_soon(self._continue_one)
-        self._update()
-        connection.work(TURN_S)
+            asyncio.get_running_loop().call_soon(self._continue_one)
+        connection.work(SHORT_TURN_S if self._short else TURN_S)
 
     def _continue_new(self) -> None:
         """Let a new connection go on, and the next one after a pause."""
@@ -66,9 +68,6 @@ class Turns:
             connection.work(TURN_S)
         finally:
             self._new_backlog.popleft()
-            self._update()
             if self._new_backlog:
-                self._loop.call_later(NEW_PAUSE * (time.monotonic() - started_s), self._continue_new)
-
-    def _update(self) -> None:
-        self.turn_s = SHORT_TURN_S if self._backlog or self._new_backlog else TURN_S
+                pause_s = NEW_PAUSE * (time.monotonic() - started_s)
+                asyncio.get_running_loop().call_later(pause_s, self._continue_new)
