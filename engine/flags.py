@@ -1,7 +1,7 @@
 """Marks of dataclass fields that are also options of a command.
 
 A key of a configuration, or a field of a job, is written once: name, type, bounds, default, sentence. A `Flag` among
-the metadata of its type makes it an option too; `weftline.cli.options` derives the option from the field.
+the metadata of its type makes it an option too; `weftline.cli.command` derives the option from the field.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ def plain_types(hint: Any) -> Iterator[Any]:
 def marks(hint: Any) -> Iterator[Any]:
     """Yield the metadata of an annotated type, and of the members of a union."""
     if hasattr(hint, "__metadata__"):
-        for mark in hint.__metadata__:
-            yield from (mark, *getattr(mark, "metadata", ()))  # pydantic keeps bounds inside its fields
+        yield from hint.__metadata__
         yield from marks(hint.__origin__)
     elif type(None) in get_args(hint):
         for one in get_args(hint):

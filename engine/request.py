@@ -27,7 +27,7 @@ DEADLINE_MS_MAX = 86_400_000
 
 SequenceId = Annotated[str, Meta(min_length=1, max_length=SEQUENCE_CHARS_MAX)]
 Names = Annotated[Sequence[str], worded("a list of names")]
-_A_SEQUENCE = Meta(extra={"expected": f"an id of 1 to {SEQUENCE_CHARS_MAX} characters, or a weftline.SequencePart"})
+_A_SEQUENCE = worded(f"an id of 1 to {SEQUENCE_CHARS_MAX} characters, or a weftline.SequencePart")
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from weftline.fields import GRAPH, LOAD, RESOURCE, REST, SCHEDULE, UNWRITTEN, Written, plain, shorthand
+from weftline.fields import GRAPH, LOAD, RESOURCE, REST, SCHEDULE, UNWRITTEN, Written, plain, shorthand, worded
 from weftline.nodes.ports import PortType
 from weftline.pipelines.spec import condition
 from weftline.pipelines.spec.condition import Condition
@@ -66,12 +66,7 @@ def _one_or_more(written: str | tuple[str, ...]) -> tuple[str, ...]:
 
 TypeText = Annotated[str, Written(Annotated[str, Meta(max_length=200)], _type_text, plain)]
 WireText = Annotated[
-    str,
-    Meta(
-        pattern=WIRE_PATTERN,
-        max_length=2 * NAME_CHARS_MAX + 1,
-        extra={"expected": "step.port, or an input's name"},
-    ),
+    str, worded("step.port, or an input's name", pattern=WIRE_PATTERN, max_length=2 * NAME_CHARS_MAX + 1)
 ]
 ConditionText = Annotated[str, Meta(min_length=1, max_length=condition.CHARS_MAX)]
 PathText = Annotated[str, Meta(min_length=1, max_length=NODE_CHARS_MAX)]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from weftline.fields import GRAPH, LOAD, RESOURCE, SCHEDULE, Written, shorthand
+from weftline.fields import GRAPH, LOAD, RESOURCE, SCHEDULE, Written, shorthand, worded
 
 AUTO_WAIT_MAX_MS = 20.0
 """Longest wait of `wait: auto` when wait_max_ms is not given."""
@@ -30,14 +30,10 @@ _DEVICES = "cpu, cuda, or cuda:0 and so on"
 
 Name = Annotated[
     str,
-    Meta(
-        pattern=NAME_PATTERN,
-        max_length=NAME_CHARS_MAX,
-        extra={"expected": "letters, digits, _ and -, not starting with a digit"},
-    ),
+    worded("letters, digits, _ and -, not starting with a digit", pattern=NAME_PATTERN, max_length=NAME_CHARS_MAX),
 ]
-Device = Annotated[str, Meta(pattern=f"^(auto|{_ONE_DEVICE})$", extra={"expected": f"auto, {_DEVICES}"})]
-OneDevice = Annotated[str, Meta(pattern=f"^({_ONE_DEVICE})$", extra={"expected": _DEVICES})]
+Device = Annotated[str, worded(f"auto, {_DEVICES}", pattern=f"^(auto|{_ONE_DEVICE})$")]
+OneDevice = Annotated[str, worded(_DEVICES, pattern=f"^({_ONE_DEVICE})$")]
 DurationMs = Annotated[float, Meta(gt=0, le=86_400_000)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]

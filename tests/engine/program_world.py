@@ -27,13 +27,13 @@ from weftline.pipelines.spec.policy import Retry
 from weftline.pipelines.spec.wire import Wire
 
 SHARE = 0.5
-"""How many worlds have several programs."""
+"""Share of the worlds with several programs."""
 
 OPEN_MAX = 3
 """Most programs that take requests at a time."""
 
 SLOW_MS = 100.0
-"""How much longer a call takes with items of a slow program, where steps take a time of their own."""
+"""Factor on the time of a call with items of a slow program, where steps take a time of their own."""
 
 KILLS_STREAMING_MAX = 6
 """Most workers a killer may take along where a streaming step takes in the requests of all programs, which are 30."""
@@ -317,7 +317,7 @@ class ProgramWorld:
         return sum(now_ms - at < DEATHS_MS for at in version.killed_ms)
 
     def is_ended(self, item: int) -> bool:
-        """Whether the program of an item has ended."""
+        """Return True if the program of an item has ended."""
         return item in self.owner and self.version_of[self.owner[item]].ended
 
     def ended(self, id: int, held: set[int]) -> None:
@@ -340,7 +340,7 @@ class ProgramWorld:
                 raise AssertionError(f"{version.plan.name} counts {getattr(counters, name)} {name}, and it had {count}")
 
     def quiet(self) -> bool:
-        """Whether all retired programs have ended."""
+        """Return True if all retired programs have ended."""
         return all(one.ended for one in self.versions.values() if one.retired)
 
     def check_rest(self, chains: set[int]) -> None:

@@ -870,7 +870,7 @@ class World:
             self.fed[piece.item] = int(piece.value.data) + 1
 
     def is_condemned(self, item: int) -> bool:
-        """Whether the source of an item's chunks is about to be killed: one of its messages was dropped for that."""
+        """Return True if the source of an item's chunks will be killed: one of its messages was dropped for that."""
         task = self.scheduler.state.live.get(item)
         source = task.stream_input.source if task is not None and task.stream_input is not None else None
         return source is not None and source.worker >= 0 and bool(self.scheduler.workers[source.worker].why)

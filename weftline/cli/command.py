@@ -137,7 +137,7 @@ class CommandOption(NamedTuple):
 
 
 _Part = CommandOption | type[Any] | dict[str, CommandOption]
-"""What fills a field: an option, the options of a dataclass, or by key those of a configuration."""
+"""Source of a field's value: an option, the options of a dataclass, or by key those of a configuration."""
 
 
 def options_of(kind: Any) -> Iterator[CommandOption]:

@@ -1,4 +1,4 @@
-"""What the watch of a connection finds, with time as a number."""
+"""Findings of the watch of a connection, with time as a number."""
 
 from __future__ import annotations
 
