@@ -37,6 +37,7 @@ SLOW = '''import time
 
 def loud(words: str) -> str:
     """Return the words after a second."""
+    print("the step has begun")
     time.sleep(1)
     return words
 '''
@@ -99,7 +100,7 @@ def test_a_log_reader_that_stalls_stops_no_request_and_no_worker(tmp_path: Path)
 
 
 def answer_while(served: Served, code: signal.Signals, *to: psutil.Process) -> int:
-    """Send a request that takes a second, then a signal to processes; return the status of the answer."""
+    """Send a request that takes a second, a signal to processes while it runs; return the status of the answer."""
     found: list[int] = []
 
     def ask() -> None:
@@ -107,7 +108,7 @@ def answer_while(served: Served, code: signal.Signals, *to: psutil.Process) -> i
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.4)
+    served.wait_err("the step has begun")
     for one in to:
         one.send_signal(code)
     thread.join()
