@@ -171,9 +171,15 @@ def merge(config: ServeConfig, overrides: Mapping[str, Any], expose: Sequence[st
     try:
         return parse_serve_file(Document(document, {}), COMMAND_LINE, Path()).config
     except PipelineError as error:
-        raise PipelineError(
-            replace(one, path=_flag_names().get(one.path, one.path)) for one in error.problems
-        ) from None
+        raise PipelineError(map(_of_flag, error.problems)) from None
+
+
+def _of_flag(problem: Problem) -> Problem:
+    """Return a problem of a key as one of the option that sets it, if there is one."""
+    name = _flag_names().get(problem.path)
+    if name is None:
+        return problem
+    return replace(problem, path=name, fix=f"add {name}" if problem.found == "missing" else problem.fix)
 
 
 def _exposing(pipelines: Mapping[str, ServedPipeline], expose: Sequence[str]) -> Mapping[str, ServedPipeline]:
