@@ -115,11 +115,22 @@ def answer_while(served: Served, code: signal.Signals, *to: psutil.Process) -> i
     return found[0]
 
 
+@contextmanager
+def serving_with(folder: Path, sighup: signal.Handlers) -> Iterator[Served]:
+    """Start a server that inherits this disposition of SIGHUP; pytest may itself run under nohup."""
+    before = signal.signal(signal.SIGHUP, sighup)
+    try:
+        with serving(folder, *WORDS) as served:
+            yield served
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.slow(but_first=1)
 @pytest.mark.parametrize("whole_service", [True, False], ids=["all processes", "the server alone"])
 def test_sighup_drains_like_sigterm(tmp_path: Path, whole_service: bool) -> None:
     write(tmp_path, SLOW)
-    with serving(tmp_path, *WORDS) as served:
+    with serving_with(tmp_path, signal.SIG_DFL) as served:
         served.wait_up()
         server = psutil.Process(served.process.pid)
         others = [one for one in served.family if one != server]
@@ -131,17 +142,13 @@ def test_sighup_drains_like_sigterm(tmp_path: Path, whole_service: bool) -> None
 @pytest.mark.slow
 def test_sighup_stays_ignored_under_nohup(tmp_path: Path) -> None:
     write(tmp_path)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a child process inherits it
-    try:
-        with serving(tmp_path, *WORDS) as served:
-            served.wait_up()
-            served.signal(signal.SIGHUP)
-            time.sleep(0.5)
-            assert httpx.post(f"{served.http}/v2/models/loud/infer", json=body("1")).status_code == 200
-            served.signal(signal.SIGTERM)
-            assert served.wait_end() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with serving_with(tmp_path, signal.SIG_IGN) as served:
+        served.wait_up()
+        served.signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert httpx.post(f"{served.http}/v2/models/loud/infer", json=body("1")).status_code == 200
+        served.signal(signal.SIGTERM)
+        assert served.wait_end() == 0
 
 
 def ingress(served: Served) -> psutil.Process:
