@@ -226,7 +226,7 @@ class DecodeProcess:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # decoders print about corrupt files
                     env=_environment(os.environ),
-                    process_group=0,  # Ctrl-C reaches the parent alone; a session would have its own share of the cores
+                    process_group=0,  # no session: see docs/decisions/one-process-per-step.md
                 )
         except (OSError, RuntimeError):
             self.end()

@@ -84,7 +84,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=_environment(os.environ, threads) | dict(environment or {}) | {descendants.VARIABLE: self._mark},
-                start_new_session=True,
+                process_group=0,  # no session: see docs/decisions/one-process-per-step.md
             )
             undo.callback(self._undo_start)
             self.pid = self._process.pid

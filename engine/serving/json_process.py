@@ -97,7 +97,7 @@ class JsonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # the server's own standard output is for what it prints itself
                 env=minimal_environment(os.environ),
-                start_new_session=True,
+                process_group=0,  # no session: see docs/decisions/one-process-per-step.md
             )
             undo.pop_all()
         ours.settimeout(JOB_S)

@@ -101,7 +101,7 @@ class FrontendProcess:
                     stdout=log_descriptor(),  # the server's standard output is reserved for its own messages
                     stderr=log_descriptor(),
                     env=minimal_environment(os.environ),
-                    start_new_session=True,
+                    process_group=0,  # no session: see docs/decisions/one-process-per-step.md
                 )
             undo.pop_all()
         self.pid = self._process.pid

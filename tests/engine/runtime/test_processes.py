@@ -266,6 +266,13 @@ def test_a_terminated_command_leaves_nothing(write, start) -> None:
     wait_until(lambda: running(workers) == [], 1.0)
 
 
+def test_workers_share_the_session_and_no_process_group(start: Callable, write: Callable) -> None:
+    process = start("-c", HOLD, write())
+    pids = [int(word) for word in process.stdout.readline().split()[1:]]
+    assert pids and all(os.getsid(pid) == os.getsid(process.pid) for pid in pids)
+    assert all(os.getpgid(pid) == pid for pid in pids)
+
+
 def test_a_worker_inherits_what_libraries_of_gpus_need_and_no_secret() -> None:
     kept = {
         "CUDA_VISIBLE_DEVICES": "GPU-8932f937", "TRITON_CACHE_DIR": "/cache/triton", "TRITON_LIBCUDA_PATH": "/usr/lib",
