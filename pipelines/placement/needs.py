@@ -9,7 +9,8 @@ time. A fallback step is assumed to have no work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +104,21 @@ def needs_of(checked: Checked, machine: Machine, profile: Profile | None) -> Nee
     ]
     contexts = {device: known.context_bytes[kind] for device, kind in kinds.items() if kind in known.context_bytes}
     return Needs(steps, contexts, tuple(notes))
+
+
+def merged(needs: Sequence[Need]) -> Need:
+    """Return the needs of steps that share one node: the largest memory that was found, and the work of all."""
+    if len(needs) == 1:
+        return needs[0]
+    return dataclasses.replace(
+        needs[0],
+        bytes={at: max(one.bytes.get(at, 0) for one in needs) for at in _devices(one.bytes for one in needs)},
+        ms={at: sum(one.ms.get(at, 0.0) for one in needs) for at in _devices(one.ms for one in needs)},
+    )
+
+
+def _devices(known: Iterable[Mapping[str, float]]) -> dict[str, None]:
+    return {device: None for one in known for device in one}
 
 
 def _other_kinds(measured: StepProfile | None, digest: str) -> list[str]:

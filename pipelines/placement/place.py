@@ -207,6 +207,7 @@ def place(
     needs: Needs | None = None,
     edges: Collection[tuple[str, str]] = (),
     light: Mapping[str, int] | None = None,
+    ingress: Sequence[int] = (),
 ) -> tuple[Placement, list[Problem]]:
     """Return the placement of each step, and the problems of it, without file or line.
 
@@ -214,6 +215,7 @@ def place(
     light: of each light step, the bytes of the outputs of its largest batch.
     needs: known GPU requirements of the steps.
     edges: pairs of steps, writer and reader, whose tensors can stay on a device.
+    ingress: sizes of the arenas for requests' inputs, one for each pipeline; default: one of `limits.arena_bytes`.
     """
     problems: list[Problem] = []
     gpu, needs = gpu or GpuPolicy(), needs or Needs({})
@@ -224,7 +226,7 @@ def place(
     batch_bytes = {step.name: light[step.name] for step in steps if light and _is_light(step, light, devices)}
     processes, places = assign_processes(steps, heavy, alone, devices, gpu, problems, batch_bytes)
     arenas = [_arena_bytes(process, batch_bytes, limits) for process in processes]
-    _check_memory(arenas, limits, machine, problems)
+    _check_memory([*arenas, *(ingress or (limits.arena_bytes,))], limits, machine, problems)
     threads = _threads(processes, {step.name: step.threads for step in steps}, machine.cores)
     workers = tuple(
         PlannedWorker(process.name, tuple(process.steps), share, arena_bytes, process.device)
@@ -306,8 +308,7 @@ def _threads(processes: Sequence[Process], written: Mapping[str, int | None], co
 
 
 def _check_memory(arenas: Sequence[int], limits: Limits, machine: Machine, problems: list[Problem]) -> None:
-    count = len(arenas) + 1  # the ingress writes requests' inputs into one of its own
-    wanted, most = sum(arenas) + limits.arena_bytes, int(machine.memory_bytes * ARENA_SHARE)
+    count, wanted, most = len(arenas), sum(arenas), int(machine.memory_bytes * ARENA_SHARE)
     if wanted <= most:
         return
     size = f"{'' if wanted == count * limits.arena_bytes else 'up to '}{size_text(limits.arena_bytes)}"

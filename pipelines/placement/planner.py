@@ -1,96 +1,417 @@
-"""Planner: from a pipeline to its plan, with all defaults applied."""
+"""Planner: from pipelines to what is loaded for them, with all defaults applied.
+
+A *deployment* is a node that is opened once for all of its users: steps of one pipeline or of several. `place_together`
+places the deployments of some pipelines, and plans each pipeline over them. `make_plan` plans one pipeline whose steps
+are its deployments. Which steps share is decided in sharing.py.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from weftline.errors import PipelineError
-from weftline.fields import copied
+from weftline.errors import PipelineError, Problem
 from weftline.nodes.catalog import CATALOG
-from weftline.nodes.contract import StepContext, StreamNode
-from weftline.nodes.ports import PortType
+from weftline.nodes.contract import StepContext
 from weftline.pipelines.check.checked import Checked, CheckedStep
-from weftline.pipelines.check.checker import examine, types_of
-from weftline.pipelines.check.control import conditional, guards, may_lack, switch_cases
-from weftline.pipelines.check.options import to_options
+from weftline.pipelines.check.checker import types_of
+from weftline.pipelines.check.options import request_options
 from weftline.pipelines.check.problems import Report
-from weftline.pipelines.check.wiring import Streams, readers, run_order, streams_of
+from weftline.pipelines.placement.bare_plan import BarePlan, bare_plan, light_bytes
 from weftline.pipelines.placement.budget import budgets, over_commits, with_kv_memory
 from weftline.pipelines.placement.chains import chains
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.model_memory import oversized
-from weftline.pipelines.placement.needs import Needs, needs_of
-from weftline.pipelines.placement.place import Placement, place
-from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
+from weftline.pipelines.placement.needs import Needs, merged, needs_of
+from weftline.pipelines.placement.place import Placement, place, size_text
+from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.placement.profile_file import Profile
-from weftline.pipelines.placement.transfers import device_edges, with_transfers
-from weftline.pipelines.spec.condition import Condition, all_of
-from weftline.pipelines.spec.fallbacks import ABSENT
-from weftline.pipelines.spec.graph import Pipeline, StepPolicy
-from weftline.pipelines.spec.policy import BatchPolicy, SequencePolicy
-from weftline.pipelines.spec.wire import Wire
+from weftline.pipelines.placement.transfers import device_edges, with_device_arenas, with_transfers
+from weftline.pipelines.spec.graph import Pipeline, Step
+from weftline.pipelines.spec.policy import GpuPolicy, Limits, Slo
 from weftline.shm.device.names import is_gpu
 
-OWN_NODES = "weftline.nodes."
-"""Prefix of the dotted paths of Weftline's own node classes; only these can be light."""
+REQUESTS_MAX = 1_000_000
+"""Most open requests of all pipelines together, as of one."""
 
-RUN_MAX_MS = 600_000.0
-"""Default upper limit of one call of a node: 10 minutes."""
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A step that uses a deployment. pipeline: index among those that are planned together."""
+
+    pipeline: int
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Steps with one load key, which one node serves.
+
+    name:   unique among deployments; workers and logs are named by it.
+    worker: name of the process that it shares with others by `worker:`; None: as placed.
+    users:  the first decides what is no part of the key.
+    """
+
+    name: str
+    worker: str | None
+    users: tuple[User, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A pipeline to plan with others. name: unique among them."""
+
+    name: str
+    bare: BarePlan
+    profile: Profile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What is loaded, and the pipelines over it.
+
+    plan:        its steps are the deployments. Of one pipeline whose steps share nothing it is the pipeline's own plan,
+                 which has the steps that the scheduler evaluates as well.
+    programs:    plan of each pipeline.
+    deployments: for each pipeline and step, the index of its deployment in `plan.steps`; -1 for a step that the
+                 scheduler evaluates, unless it is one of `plan.steps`.
+    """
+
+    plan: Plan
+    programs: tuple[Plan, ...]
+    deployments: tuple[tuple[int, ...], ...]
 
 
 def make_plan(
     pipeline: Pipeline, machine: Machine, catalog: Mapping[str, str] = CATALOG, profile: Profile | None = None
 ) -> Plan:
-    """Return the plan of the pipeline on `machine`; PipelineError lists every problem of both.
+    """Return the plan of the pipeline on `machine`, each step with a node of its own.
 
     profile: measured costs of its steps; None: not measured.
+
+    PipelineError lists every problem of both.
     """
-    checked = examine(pipeline, catalog)
-    controls = {name for name, one in checked.steps.items() if one.control}
-    run = [step for step in checked.pipeline.steps if step.name not in controls]
-    heavy = {step.name: _heavy(checked, step.name) for step in run}
-    ports = {name: one.device_ports for name, one in checked.steps.items()}
-    needs = needs_of(checked, machine, profile)
-    bare = None if checked.problems else _plan(checked, machine)
-    edges = device_edges(bare.steps, ports) if bare is not None else ()
-    light = (
-        {step.name: size for step in bare.steps if (size := _light_bytes(checked, step)) is not None} if bare else {}
-    )
-    placement, problems = place(run, heavy, pipeline.limits, machine, pipeline.gpu, needs, edges, light)
-    report = Report(pipeline, checked.origins, list(checked.problems))
-    report.take(problems)
-    if report.problems or bare is None:
+    return place_alone(Member(pipeline.name, bare_plan(pipeline, machine, catalog), profile), machine).plan
+
+
+def place_alone(member: Member, machine: Machine) -> Placed:
+    """Place a pipeline, each step with a node of its own. PipelineError lists all problems, also those of `check`."""
+    workers = {step.name: step.worker for step in member.bare.checked.pipeline.steps}
+    own = [Deployment(name, workers[name], (User(0, name),)) for name in member.bare.runs()]
+    return place_together([member], own, machine)
+
+
+def place_together(members: Sequence[Member], deployments: Sequence[Deployment], machine: Machine) -> Placed:
+    """Place deployments, and plan each pipeline over them.
+
+    PipelineError lists all problems as those of the last pipeline, by its own names of steps.
+    """
+    joint = _Joint(members, deployments, machine)
+    last = members[-1].bare
+    report = Report(last.pipeline, last.checked.origins, list(last.checked.problems))
+    limits = joint_limits([one.bare.pipeline.limits for one in members])
+    report.take(kv_conflicts([one.bare.pipeline.limits for one in members]))
+    placement, problems = joint.place(limits)
+    report.take(map(joint.named_by_last, problems))
+    if report.problems or last.plan is None:
         raise PipelineError(report.problems)
-    plan = with_transfers(_placed(bare, placement), ports, pipeline.gpu.arena_bytes)
-    plan = dataclasses.replace(
-        plan,
-        steps=tuple(dataclasses.replace(step, device_bytes=_device_bytes(step, needs)) for step in plan.steps),
-        budgets=budgets(plan, needs, pipeline.gpu, machine),
-        notes=(*placement.process_notes, *needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)),
-        work=placement.work,
+    placed = joint.planned(placement, limits)
+    report.take(
+        one for member, plan in zip(members, placed.programs) for one in oversized(member.bare.checked, plan, machine)
     )
-    report.take(oversized(checked, plan, machine))
-    report.take(over_commits(plan))
-    plan, problems = with_kv_memory(plan)
-    report.take(problems)
+    report.take(map(joint.named_by_last, over_commits(placed.plan)))
+    plan, problems = with_kv_memory(placed.plan)
+    report.take(map(joint.named_by_last, problems))
     if report.problems:
         raise PipelineError(report.problems)
-    return plan
+    return joint.finished(dataclasses.replace(placed, plan=plan))
 
 
-def _heavy(checked: Checked, name: str) -> bool:
-    return name in checked.steps and checked.steps[name].node.heavy
+class _Joint:
+    """Deployments of some pipelines, and the names of both sides."""
+
+    def __init__(self, members: Sequence[Member], deployments: Sequence[Deployment], machine: Machine) -> None:
+        self._members, self._deployments, self._machine = members, deployments, machine
+        self._of = {user: index for index, one in enumerate(deployments) for user in one.users}
+        self._gpu = joint_gpu([one.bare.pipeline.gpu for one in members])
+        self._profiled = [needs_of(one.bare.checked, machine, one.profile) for one in members]
+        self._needs = self._joint_needs()
+        self._ports = [{name: one.device_ports for name, one in each.bare.checked.steps.items()} for each in members]
+        self._is_plan = len(members) == 1 and all(len(one.users) == 1 for one in deployments)
+
+    def place(self, limits: Limits) -> tuple[Placement, list[Problem]]:
+        """Return the placement of the deployments, and its problems, without file or line."""
+        return place(
+            self._steps(),
+            {one.name: self._is_heavy(one.users[0]) for one in self._deployments},
+            limits,
+            self._machine,
+            self._gpu,
+            self._needs,
+            self._edges(),
+            self._light_bytes(),
+            [one.bare.pipeline.limits.arena_bytes for one in self._members],
+        )
+
+    def planned(self, placement: Placement, limits: Limits) -> Placed:
+        """Return the plans with processes, devices, transfers and memory budgets."""
+        programs = [self._program(index, placement) for index in range(len(self._members))]
+        indexes = tuple(tuple(self._index(at, step.name) for step in plan.steps) for at, plan in enumerate(programs))
+        plan = programs[0] if self._is_plan else self._joint_plan(programs, placement, limits)
+        plan = with_device_arenas(plan, self._gpu.arena_bytes)
+        sized = (dataclasses.replace(step, device_bytes=_device_bytes(step, self._needs)) for step in plan.steps)
+        plan = dataclasses.replace(plan, steps=tuple(sized))
+        plan = dataclasses.replace(
+            plan,
+            budgets=budgets(plan, self._needs, self._gpu, self._machine),
+            notes=(*placement.process_notes, *self._notes(programs)),
+            work=placement.work,
+        )
+        return Placed(plan, tuple(programs), indexes)
+
+    def finished(self, placed: Placed) -> Placed:
+        """Return the plans of the pipelines with what was decided about their deployments."""
+        if self._is_plan:
+            return dataclasses.replace(placed, programs=(placed.plan,))
+        programs = []
+        for member, plan, indexes in zip(self._members, placed.programs, placed.deployments, strict=True):
+            plan = over_deployments(member.bare, plan, placed.plan, indexes)
+            if len(self._members) == 1:
+                plan = dataclasses.replace(
+                    plan, budgets=placed.plan.budgets, notes=placed.plan.notes, work=placed.plan.work
+                )
+            programs.append(plan)
+        return dataclasses.replace(placed, programs=tuple(programs))
+
+    def named_by_last(self, problem: Problem) -> Problem:
+        """Return a problem of a deployment as one of the last pipeline's step that uses it, if there is one."""
+        for one in sorted(self._deployments, key=lambda one: -len(one.name)):  # 'steps.a.b' is of a.b before a
+            path = f"steps.{one.name}"
+            own = next((user.step for user in one.users if user.pipeline == len(self._members) - 1), one.name)
+            if problem.path == path or problem.path.startswith(f"{path}."):
+                return dataclasses.replace(problem, path=f"steps.{own}{problem.path.removeprefix(path)}")
+        return problem
+
+    def _index(self, pipeline: int, step: str) -> int:
+        if self._is_plan:
+            return next(index for index, one in enumerate(self._bare(0).steps) if one.name == step)
+        return self._of.get(User(pipeline, step), -1)
+
+    def _bare(self, pipeline: int) -> Plan:
+        plan = self._members[pipeline].bare.plan
+        assert plan is not None
+        return plan
+
+    def _name(self, pipeline: int, step: str) -> str:
+        return self._deployments[self._of[User(pipeline, step)]].name
+
+    def _steps(self) -> list[Step]:
+        """Return a step for each deployment, in the order of the files: that of its first user."""
+        found = {}
+        for at, member in enumerate(self._members):
+            for step in member.bare.checked.pipeline.steps:
+                index = self._of.get(User(at, step.name))
+                if index is None:
+                    continue
+                one = self._deployments[index]
+                first = found.get(index) or dataclasses.replace(step, name=one.name, worker=one.worker)
+                found[index] = dataclasses.replace(first, threads=_largest(first.threads, step.threads))
+        return list(found.values())
+
+    def _is_heavy(self, user: User) -> bool:
+        steps = self._members[user.pipeline].bare.checked.steps
+        return user.step in steps and steps[user.step].node.heavy
+
+    def _joint_needs(self) -> Needs:
+        steps, contexts = {}, dict[str, int]()
+        for one in self._deployments:
+            known = [self._profiled[user.pipeline].steps.get(user.step) for user in one.users]
+            if needs := [need for need in known if need is not None]:
+                steps[one.name] = merged(needs)
+        for needs in self._profiled:
+            contexts |= {at: max(bytes, contexts.get(at, 0)) for at, bytes in needs.context_bytes.items()}
+        return Needs(steps, contexts)
+
+    def _edges(self) -> frozenset[tuple[str, str]]:
+        edges = set()
+        for at, member in enumerate(self._members):
+            for giver, reader in device_edges(member.bare.plan.steps, self._ports[at]) if member.bare.plan else ():
+                edges.add((self._name(at, giver), self._name(at, reader)))
+        return frozenset((giver, reader) for giver, reader in edges if giver != reader)
+
+    def _light_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for at, member in enumerate(self._members):
+            for step in member.bare.plan.steps if member.bare.plan else ():
+                if (size := light_bytes(member.bare.checked, step)) is not None:
+                    name = self._name(at, step.name)
+                    found[name] = max(size, found.get(name, 0))
+        return found
+
+    def _program(self, pipeline: int, placement: Placement) -> Plan:
+        """Return the plan of a pipeline with processes, devices and transfers."""
+        bare, steps = self._bare(pipeline), []
+        for step in bare.steps:
+            name = "" if User(pipeline, step.name) not in self._of else self._name(pipeline, step.name)
+            devices = placement.devices.get(name, ())
+            indexes = placement.worker_indexes.get(name, ())
+            first = devices[0] if devices else ""
+            steps.append(dataclasses.replace(step, device=first, devices=devices, workers=indexes))
+        plan = dataclasses.replace(
+            bare, steps=tuple(steps), workers=placement.workers, chains=chains(steps, bare.inputs)
+        )
+        return with_transfers(plan, self._ports[pipeline], self._gpu.arena_bytes)
+
+    def _joint_plan(self, programs: Sequence[Plan], placement: Placement, limits: Limits) -> Plan:
+        """Return the plan whose steps are the deployments, without a graph."""
+        first = programs[0]
+        steps = []
+        for one in self._deployments:
+            users = [programs[user.pipeline].step(user.step) for user in one.users]
+            own_dir = users[0].base_dir or programs[one.users[0].pipeline].base_dir
+            steps.append(
+                dataclasses.replace(
+                    users[0],
+                    name=one.name,
+                    base_dir=None if own_dir == first.base_dir else own_dir,
+                    device_outputs=_device_outputs(users),
+                    run_max_ms=max(step.run_max_ms for step in users),
+                )
+            )
+        joint = (tuple(self._of[User(at, plan.steps[step].name)] for step in chain)
+                 for at, plan in enumerate(programs) for chain in plan.chains)  # fmt: skip
+        return Plan(
+            name=", ".join(dict.fromkeys(plan.name for plan in programs)),
+            inputs=(),
+            input_types={},
+            input_readers={},
+            steps=tuple(steps),
+            outputs=(),
+            workers=placement.workers,
+            limits=limits,
+            slo=Slo(),
+            cores=self._machine.cores,
+            base_dir=first.base_dir,
+            file=first.file,
+            chains=_disjoint(joint),
+            ordering=self._gpu.ordering,
+            mps=self._gpu.mps,
+            nvtx=self._gpu.nvtx,
+            secrets={secret: text for plan in programs for secret, text in plan.secrets.items()},
+        )
+
+    def _notes(self, programs: Sequence[Plan]) -> list[str]:
+        """Return lines about what is shared, and about single pipelines, named where there are several."""
+        found = self._sharing_notes()
+        for member, needs, plan in zip(self._members, self._profiled, programs, strict=True):
+            checked = member.bare.checked
+            own = [*needs.notes, *_without_host_sleep(checked, plan), *_of_nodes(checked, plan)]
+            found += own if len(self._members) == 1 else [f"{member.name}: {line}" for line in own]
+        return found
+
+    def _sharing_notes(self) -> list[str]:
+        several, found = len(self._members) > 1, []
+        for one in self._deployments:
+            users = [f"{self._members[user.pipeline].name}.{user.step}" if several else user.step for user in one.users]
+            if len(users) > 1:
+                *most, last = users
+                node = self._members[one.users[0].pipeline].bare.checked.steps[one.users[0].step].step.node
+                found.append(f"{', '.join(most)} and {last} share one model: {node} {one.name}")
+        return found
 
 
-def _light_bytes(checked: Checked, step: PlannedStep) -> int | None:
-    """Return the bytes of the outputs of a light step's largest batch; None if it is not light."""
-    if step.control or step.streams or step.sequence is not None or not step.node.startswith(OWN_NODES):
-        return None
-    one = checked.steps[step.name]
-    item_bytes = one.node.light_output_bytes(one.config)
-    return None if item_bytes is None else item_bytes * step.batch.items_max
+def over_deployments(bare: BarePlan, plan: Plan, loaded: Plan, indexes: Sequence[int]) -> Plan:
+    """Return the plan of a pipeline whose steps have the processes, devices and load options of their deployments.
+
+    indexes: by step, as in Placed.
+    """
+    checked = bare.checked.steps
+    steps = [
+        step if at < 0 else _over(step, loaded.steps[at], checked[step.name])
+        for step, at in zip(plan.steps, indexes, strict=True)
+    ]
+    return dataclasses.replace(plan, steps=tuple(steps), workers=loaded.workers, chains=chains(steps, plan.inputs))
+
+
+def _over(step: PlannedStep, deployment: PlannedStep, one: CheckedStep) -> PlannedStep:
+    return dataclasses.replace(
+        step,
+        options={**deployment.options, **request_options(one.node, one.config)},
+        device=deployment.device,
+        devices=deployment.devices,
+        workers=deployment.workers,
+        device_inputs=deployment.device_inputs,
+        device_outputs=deployment.device_outputs,
+        device_bytes=deployment.device_bytes,
+    )
+
+
+def _shown_with(plan: Plan, loaded: Plan) -> Plan:
+    """Return the plan with what is shown of its deployments, which serve it alone."""
+    return dataclasses.replace(plan, budgets=loaded.budgets, notes=loaded.notes, work=loaded.work)
+
+
+def _disjoint(found: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the chains without those that share a deployment with an earlier one, or have one twice."""
+    kept, taken = [], set[int]()
+    for chain in found:
+        if taken.isdisjoint(chain) and len({*chain}) == len(chain):
+            kept.append(chain)
+            taken |= {*chain}
+    return tuple(kept)
+
+
+def _device_outputs(users: Sequence[PlannedStep]) -> dict[str, str]:
+    """Return the union of what the readers of all users need: on the device alone only where that holds for each."""
+    found = {}
+    for port in users[0].outputs:
+        kept = {step.device_outputs.get(port.name, "") for step in users}
+        if kept != {""}:
+            found[port.name] = "device" if kept == {"device"} else "both"
+    return found
+
+
+def joint_gpu(policies: Sequence[GpuPolicy]) -> GpuPolicy:
+    """Return the GPU policy of pipelines that are planned together: the largest sizes, and the first one's rest."""
+    sizes = {
+        name: max(getattr(one, name) for one in policies) for name in ("arena_bytes", "reserve_bytes", "context_bytes")
+    }
+    return dataclasses.replace(policies[0], **sizes)
+
+
+def joint_limits(limits: Sequence[Limits]) -> Limits:
+    """Return the limits of deployments; those of requests are of each pipeline, and are the first one's here.
+
+    The largest arena and the longest silence; the shortest batch of job rows, because it bounds the wait of all others.
+    """
+    kv_bytes: dict[str, int] = {}
+    for one in limits:
+        kv_bytes |= one.kv_bytes
+    return dataclasses.replace(
+        limits[0],
+        requests_max=min(sum(one.requests_max for one in limits), REQUESTS_MAX),
+        arena_bytes=max(one.arena_bytes for one in limits),
+        silence_max_ms=max(one.silence_max_ms for one in limits),
+        job_batch_ms=min(one.job_batch_ms for one in limits),
+        kv_bytes=kv_bytes,
+    )
+
+
+def kv_conflicts(limits: Sequence[Limits]) -> list[Problem]:
+    """Return a problem for each device for which the last limits state other KV memory than those before."""
+    problems, last = [], limits[-1].kv_bytes
+    for device, bytes in last.items():
+        others = {one.kv_bytes[device] for one in limits[:-1] if device in one.kv_bytes} - {bytes}
+        if others:
+            found = f"{size_text(bytes)}, and pipelines that share its engine state {size_text(min(others))}"
+            fix = "state the same in all of them, or in one alone"
+            problems.append(Problem(f"limits.kv_bytes.{device}", found, fix=fix))
+    return problems
+
+
+def _largest(one: int | None, other: int | None) -> int | None:
+    return max((value for value in (one, other) if value is not None), default=None)
 
 
 def _without_host_sleep(checked: Checked, plan: Plan) -> list[str]:
@@ -124,118 +445,3 @@ def _device_bytes(step: PlannedStep, needs: Needs) -> int:
     """Return the known memory of an instance on its first GPU."""
     known = needs.steps[step.name].bytes if step.name in needs.steps else {}
     return next((known[device] for device in step.devices if device in known), step.device_bytes)
-
-
-def _plan(checked: Checked, machine: Machine) -> Plan:
-    """Return the plan of a pipeline without problems, before placement."""
-    pipeline, found, streams = checked.pipeline, guards(checked), streams_of(checked)
-    uses = Counter(wire for _, wire in readers(pipeline))
-    absent = conditional(checked)
-    steps = []
-    for name in run_order(_guarded(pipeline, found)):
-        step = _step(checked.steps[name], checked, uses, streams)
-        when = [one for one in (step.when, found.get(name)) if one is not None]
-        may_lack_it = name in absent or name in found
-        steps.append(dataclasses.replace(step, when=all_of(when) if when else None, conditional=may_lack_it))
-    return Plan(
-        name=pipeline.name,
-        about=pipeline.about,
-        secrets=pipeline.secrets,
-        inputs=pipeline.inputs,
-        input_types={one.name: checked.sizes.settle(PortType.parse(one.type), "") for one in pipeline.inputs},
-        input_readers={one.name: uses[Wire(None, one.name)] for one in pipeline.inputs},
-        steps=tuple(steps),
-        outputs=_outputs(checked, absent, streams),
-        workers=(),
-        limits=pipeline.limits,
-        slo=pipeline.slo,
-        cores=machine.cores,
-        base_dir=pipeline.base_dir,
-        file=pipeline.file,
-        ordering=pipeline.gpu.ordering,
-        mps=pipeline.gpu.mps,
-        nvtx=pipeline.gpu.nvtx,
-    )
-
-
-def _placed(plan: Plan, placement: Placement) -> Plan:
-    """Return the plan with processes and devices."""
-    steps = []
-    for step in plan.steps:
-        devices = placement.devices.get(step.name, ())
-        indexes = placement.worker_indexes.get(step.name, ())
-        steps.append(dataclasses.replace(step, device=devices[0] if devices else "", devices=devices, workers=indexes))
-    return dataclasses.replace(plan, steps=tuple(steps), workers=placement.workers, chains=chains(steps, plan.inputs))
-
-
-def _guarded(pipeline: Pipeline, found: Mapping[str, Condition]) -> Pipeline:
-    """Return the pipeline with its guards as conditions, so that a guard's inputs run before the guarded step."""
-    steps = [
-        dataclasses.replace(step, when=all_of([one for one in (step.when, found[step.name]) if one]))
-        if step.name in found
-        else step
-        for step in pipeline.steps
-    ]
-    return dataclasses.replace(pipeline, steps=tuple(steps))
-
-
-def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams) -> PlannedStep:
-    step, node, settle = one.step, one.node, checked.sizes.settle
-    streams = step.name in flow.steps
-    cases, default = switch_cases(one) if one.control == "switch" else ((), False)
-    return PlannedStep(
-        **copied(StepPolicy, step),
-        name=step.name,
-        node=one.reference,
-        options=to_options(one.config),
-        inputs=_inputs(one, checked, flow),
-        fed=tuple(port.name for port in one.ports.inputs if streams and port.pieces and port.name in step.inputs),
-        outputs=tuple(dataclasses.replace(port, type=settle(port.type, step.name)) for port in one.ports.outputs),
-        readers={port.name: uses[Wire(step.name, port.name)] for port in one.ports.outputs},
-        batch=step.batch or BatchPolicy(*node.batch_default),
-        streams=streams,
-        mutates_inputs=node.mutates_inputs,
-        heavy=node.heavy,
-        device="",
-        workers=(),
-        run_max_ms=RUN_MAX_MS if step.run_max_ms is None else step.run_max_ms,
-        control=one.control,
-        cases=cases,
-        default=default,
-        fallback=step.fallback if isinstance(step.fallback, str) and step.fallback != ABSENT else None,
-        absent_on_failure=step.fallback == ABSENT,
-        idempotent=node.idempotent if step.idempotent is None else step.idempotent,
-        sequence=step.sequence or (SequencePolicy() if node.stateful and not streams else None),
-        device_bytes=step.device_bytes or 0,
-        fills_memory=issubclass(node, StreamNode) and node.fills_memory,
-        variables=tuple(node.variables(one.config)),
-    )
-
-
-def _inputs(one: CheckedStep, checked: Checked, flow: Streams) -> tuple[PlannedInput, ...]:
-    planned = []
-    for port in one.ports.inputs:
-        wire = one.step.inputs.get(port.name)
-        source = checked.source(wire) if wire else None
-        if wire and source:
-            given, giver = source
-            given = given.item if port.name in one.step.map and given.item else given
-            type = checked.sizes.meet(given, giver, port.type, one.step.name)
-            pieces = flow.inputs.get(one.step.name) == port.name
-            planned.append(PlannedInput(port.name, wire, type, one.does_without(port), pieces))
-    return tuple(planned)
-
-
-def _outputs(checked: Checked, absent: Collection[str], flow: Streams) -> tuple[PlannedOutput, ...]:
-    planned = []
-    left_out = {one.name for one in checked.pipeline.inputs if may_lack(one)}
-    for name, wire in checked.pipeline.outputs.items():
-        type = checked.type_of(wire)
-        if type is None:
-            continue
-        giver = checked.steps.get(wire.step) if wire.step else None
-        port = giver.ports.output(wire.port) if giver else None
-        pieces = bool(giver and port and port.pieces and giver.step.name in flow.steps and not giver.step.map)
-        optional = wire.step in absent if wire.step else wire.port in left_out
-        planned.append(PlannedOutput(name, wire, type, pieces, optional))
-    return tuple(planned)

@@ -37,12 +37,17 @@ def with_transfers(plan: Plan, ports: Mapping[str, frozenset[str]], arena_bytes:
     steps = [dataclasses.replace(step, device_inputs=_device_inputs(step, ports)) for step in plan.steps]
     readers = Readers(steps, [one.wire for one in plan.outputs])
     steps = [dataclasses.replace(step, device_outputs=_device_outputs(step, ports, readers)) for step in steps]
-    writers = {index for step in steps if step.device_outputs for index in step.workers}
+    return with_device_arenas(dataclasses.replace(plan, steps=tuple(steps)), arena_bytes)
+
+
+def with_device_arenas(plan: Plan, arena_bytes: int) -> Plan:
+    """Return the plan with device arenas for the processes whose outputs are read on their device, and for no other."""
+    writers = {index for step in plan.steps if step.device_outputs for index in step.workers}
     workers = [
         dataclasses.replace(worker, device_arena_bytes=arena_bytes if index in writers else 0)
         for index, worker in enumerate(plan.workers)
     ]
-    return dataclasses.replace(plan, steps=tuple(steps), workers=tuple(workers))
+    return dataclasses.replace(plan, workers=tuple(workers))
 
 
 def device_edges(steps: Sequence[PlannedStep], ports: Mapping[str, frozenset[str]]) -> frozenset[tuple[str, str]]:

@@ -8,8 +8,9 @@ import pytest
 
 from weftline.errors import PipelineError
 from weftline.nodes.ports import PortType
+from weftline.pipelines.placement.bare_plan import RUN_MAX_MS
 from weftline.pipelines.placement.machine import Device, Machine
-from weftline.pipelines.placement.planner import RUN_MAX_MS, make_plan
+from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.policy import BatchPolicy, Slo
 from weftline.pipelines.spec.wire import Wire

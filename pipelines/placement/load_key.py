@@ -1,0 +1,118 @@
+"""Load keys: what decides whether steps share a loaded node.
+
+The key of a step is made of the fields that `weftline.fields` classes as part of what is loaded, so that a new one is
+in it without further code. Fields that placement decides are no part of it; the stated device and number of instances
+are. Steps that share a process by `worker:` have the keys of all of them in theirs, because a process is shared whole.
+
+Values are kept as digests: options and variables may hold secrets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from typing import Any
+
+from weftline.fields import classes
+from weftline.nodes.ports import PortType
+from weftline.pipelines.check.checked import CheckedStep
+from weftline.pipelines.check.options import load_options
+from weftline.pipelines.placement.bare_plan import OWN_NODES, BarePlan
+from weftline.pipelines.placement.plan import PlannedStep
+from weftline.pipelines.spec.graph import Step
+
+_PLACED = frozenset({"workers", "device", "devices", "device_inputs", "device_outputs"})
+"""Fields of PlannedStep that placement decides; `device` of the written step is part of the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKey:
+    """What a step loads. Steps share a node if their keys are equal and share.
+
+    fields: digest of each part by name, sorted.
+    shares: False for stateful steps, and for user code without `share: true`.
+    """
+
+    fields: tuple[tuple[str, str], ...] = field(repr=False)
+    shares: bool = True
+
+    def fits(self, other: LoadKey) -> bool:
+        """Return whether steps with these keys share."""
+        return self.shares and self == other
+
+    def differences(self, other: LoadKey) -> list[str]:
+        """Return the names of the parts that differ."""
+        mine, others = dict(self.fields), dict(other.fields)
+        return [name for name in dict.fromkeys([*mine, *others]) if mine.get(name) != others.get(name)]
+
+
+def load_keys(bare: BarePlan, environment: Mapping[str, str]) -> dict[str, LoadKey]:
+    """Return the key of each step of a bare plan that a worker runs.
+
+    environment: values of the variables that nodes read.
+    """
+    plan, checked = bare.plan, bare.checked
+    if plan is None:
+        return {}
+    base_dir = plan.base_dir.absolute()
+    own = {
+        step.name: _own_key(checked.steps[step.name], step, base_dir, environment)
+        for step in plan.steps
+        if not step.control
+    }
+    groups: dict[str, list[LoadKey]] = {}
+    for name, key in own.items():
+        groups.setdefault(checked.steps[name].step.worker or "", []).append(key)
+    return {name: _in_group(key, groups, checked.steps[name].step.worker) for name, key in own.items()}
+
+
+def _in_group(key: LoadKey, groups: Mapping[str, list[LoadKey]], worker: str | None) -> LoadKey:
+    """Return a step's key with those of the steps that state the same worker; its name is no part of it."""
+    members = groups[worker] if worker is not None else []
+    together = _digest(sorted({str(one.fields) for one in members}))
+    return LoadKey((*key.fields, ("worker", together)), key.shares and all(one.shares for one in members))
+
+
+def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: Mapping[str, str]) -> LoadKey:
+    base_dir = step.base_dir.absolute() if step.base_dir is not None else base_dir
+    parts = {name: getattr(one.step, name) for name in _loaded(Step)}
+    parts |= {name: getattr(step, name) for name in _loaded(PlannedStep) if name not in _PLACED}
+    parts["options"] = load_options(one.node, one.config)
+    parts["base_dir"] = base_dir
+    parts["finite"] = step.finite
+    parts["variables"] = {name: environment.get(name) for name in step.variables}
+    del parts["worker"]
+    digests = tuple((name, _digest(_plain(value))) for name, value in sorted(parts.items()))
+    return LoadKey(digests, shares=not is_user_code(one) and step.sequence is None)
+
+
+def is_user_code(one: CheckedStep) -> bool:
+    """Return whether a step runs Python code of the user."""
+    return not one.node.__module__.startswith((OWN_NODES, "weftline.engine."))
+
+
+def _loaded(of: type[Any]) -> list[str]:
+    """Return the fields of a dataclass that are part of what is loaded; all of one without classes."""
+    found = classes(of)
+    return [name for name, given in found.items() if given is None or given.part == "load"]
+
+
+def _plain(value: Any) -> Any:
+    """Return the loaded part of a value as JSON-like values."""
+    if isinstance(value, PortType | PurePath):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(getattr(value, name)) for name in _loaded(type(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
