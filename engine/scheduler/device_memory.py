@@ -62,10 +62,15 @@ def on_ready(state: SchedulerState, worker_id: int, message: msg.Ready) -> None:
     if not device:
         return
     state.measured.by_worker[worker_id] = Measured(message.device_use, message.device_bytes, message.device_free)
-    waiting = state.measured.awaited[device]
-    waiting.discard(worker_id)
-    if not waiting and device not in state.measured.left_bytes:
-        _settle_device(state, device)
+    _await_no_longer(state, worker_id, device)
+
+
+def forget_worker(state: SchedulerState, worker_id: int) -> None:
+    """Drop the measurements of a worker that ends for good, and wait for it no longer."""
+    state.measured.by_worker.pop(worker_id, None)
+    device = state.deployed.workers[worker_id].device
+    if device:
+        _await_no_longer(state, worker_id, device)
 
 
 def stats(state: SchedulerState) -> Mapping[str, Any]:
@@ -103,6 +108,13 @@ def _steps(state: SchedulerState, device: str) -> dict[str, dict[str, int]]:
             known["open_bytes"] = max(known["open_bytes"], use.open_bytes)
             known["peak_bytes"] = max(known["peak_bytes"], use.peak_bytes)
     return found
+
+
+def _await_no_longer(state: SchedulerState, worker_id: int, device: str) -> None:
+    waiting = state.measured.awaited[device]
+    waiting.discard(worker_id)
+    if not waiting and device not in state.measured.left_bytes and _of(state, device):
+        _settle_device(state, device)
 
 
 def _settle_device(state: SchedulerState, device: str) -> None:

@@ -245,11 +245,15 @@ class ForgetArena(msgspec.Struct, frozen=True):
 
 
 class OpenIngress(msgspec.Struct, frozen=True):
-    """Create the arena for a program's inputs under this id; ForgetArena ends it."""
+    """Create the arena for a program's inputs under this id; ForgetArena ends it.
+
+    workers: those that run its steps: they attach this arena, and those of each other.
+    """
 
     program: int
     arena: int
     size_bytes: int
+    workers: tuple[int, ...]
 
 
 class ProgramEnded(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
         state.counters.stale += 1
         return
     report = _report(state, worker, event)
-    if worker.state != LEAVING:  # such a one has only gone to sleep
+    if worker.state != LEAVING and not worker.unused:  # a leaving one has only gone to sleep
         state.counters.deaths += 1
         by = state.counters.deaths_by
         by[report.step, report.cause] = by.get((report.step, report.cause), 0) + 1
@@ -75,7 +75,7 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
         state.due.add(queue.index)
     if worker.state == GIVEN_UP:
         task_table.fail_hopeless_steps(state, why)
-    if not report.expected:
+    if not report.expected and not worker.unused:
         state.out.append(ev.LogDeath(*report.line(worker, state.now_ms)))
 
 

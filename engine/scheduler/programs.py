@@ -9,8 +9,8 @@ waits in the queue of its step's deployment, beside those of other programs, and
     RetireProgram  requests are refused; once the last one has ended and no worker runs anything of it, workers drop its
                    chains, the deployments forget its steps, its arena ends, and ProgramEnded follows
 
-Deployments stay: the next program finds them open. A deployment that keeps state of sequences has one step at a time,
-and the sequences end with its program.
+A worker ends, for good, with the last program that uses it. A deployment that keeps state of sequences has one step at
+a time, and the sequences end with its program.
 
 A program that shares a worker with others is refused for a while when workers keep dying of its items: DEATHS_MAX of
 them within DEATHS_MS, each while it ran items of this program alone.
@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler import device_memory, groups, kv_sharing, task_table, workers
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler import groups, task_table, workers
 from weftline.engine.scheduler.admission import Admission
 from weftline.engine.scheduler.objective import LatencyObjective
 from weftline.engine.scheduler.request import Task
@@ -114,7 +114,8 @@ def on_open(state: SchedulerState, event: ev.OpenProgram) -> None:
     """Handle OpenProgram."""
     arena = workers.next_arena(state)
     program = open_program(state, event, arena)
-    state.out.append(ev.OpenIngress(program.id, arena, state.ledger.arena_bytes(arena)))
+    held = tuple(sorted(workers_of(state, program)))
+    state.out.append(ev.OpenIngress(program.id, arena, state.ledger.arena_bytes(arena), held))
 
 
 def on_retire(state: SchedulerState, event: ev.RetireProgram) -> None:
@@ -172,7 +173,16 @@ def _forget(state: SchedulerState, program: Program) -> None:
     state.ended.add(program.counters)
     state.ledger.retire_arena(program.arena)
     _update_sharing(state)
+    for worker_id in sorted(workers_of(state, program)):
+        if not any(queue.users for queue in state.queues_of[worker_id]):
+            _dismiss(state, worker_id)
     state.out.append(ev.ProgramEnded(program.id))
+
+
+def _dismiss(state: SchedulerState, worker_id: int) -> None:
+    if workers.dismiss(state, worker_id):
+        kv_sharing.on_death(state, worker_id)
+    device_memory.forget_worker(state, worker_id)
 
 
 def _at_work(state: SchedulerState) -> list[Task]:
@@ -191,6 +201,8 @@ def _misfits(state: SchedulerState, event: ev.OpenProgram, steps: Sequence[Progr
             continue
         if not 0 <= step.deployment < len(state.deployments):
             problems.append(f"step {step.name}: there is no deployment {step.deployment}")
+        elif any(state.workers[worker_id].unused for worker_id in state.deployments[step.deployment].workers):
+            problems.append(f"step {step.name}: its deployment has ended")
         elif _interface(step.planned) != _interface(state.deployments[step.deployment]):
             opened = state.deployments[step.deployment].name
             problems.append(f"step {step.name}: deployment {opened} has other ports or options")
@@ -226,14 +238,15 @@ def _update_sharing(state: SchedulerState) -> None:
         for chain in program.chains:
             for one in chain:
                 together[one].update(chain)
-        for worker_id in _workers_of(state, program):
+        for worker_id in workers_of(state, program):
             users[worker_id].add(program.id)
     for queue in state.queues:
         queue.together = tuple(sorted(together[queue.index]))
     for program in state.programs.values():
-        program.shares = any(len(users[worker_id]) > 1 for worker_id in _workers_of(state, program))
+        program.shares = any(len(users[worker_id]) > 1 for worker_id in workers_of(state, program))
 
 
-def _workers_of(state: SchedulerState, program: Program) -> set[int]:
+def workers_of(state: SchedulerState, program: Program) -> set[int]:
+    """Return the workers that hold deployments of a program."""
     used = {step.deployment for step in program.steps if step.deployment >= 0}
     return {worker_id for one in used for worker_id in state.queues[one].workers}

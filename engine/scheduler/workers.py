@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.device_work import UNFINISHED_MAX, Unfinished
 from weftline.engine.scheduler.request import Task
@@ -98,6 +99,7 @@ class WorkerState:
     figures:       figures that its nodes last reported, by step.
     sleep:         sleep states of its steps.
     woken:         it was stopped, and was started because one of its steps was needed.
+    unused:        no program uses it any more: its process ends and is not started again.
     """
 
     restarts: Restarts
@@ -130,6 +132,7 @@ class WorkerState:
     figures: dict[int, Mapping[str, float]] = field(default_factory=dict)
     sleep: SleepState = field(default_factory=SleepState)
     woken: bool = False
+    unused: bool = False
     threads: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -262,6 +265,21 @@ def leave(state: SchedulerState, worker_id: int) -> None:
     worker.last_message_ms = state.now_ms
 
 
+def dismiss(state: SchedulerState, worker_id: int) -> bool:
+    """End a worker that no program uses any more, for good; return whether it was ready until now."""
+    worker = state.workers[worker_id]
+    worker.unused, worker.start_ms = True, None
+    was_ready = worker.state == READY and not worker.why
+    if was_ready:
+        leave(state, worker_id)
+        state.out.append(ev.Send(worker_id, msg.Close()))
+    elif worker.state == STARTING:
+        kill(state, worker_id, "no pipeline uses it any more")
+    elif worker.state == DEAD:
+        worker.move("stop")
+    return was_ready
+
+
 def start_stopped(state: SchedulerState, worker_id: int) -> None:
     """Start a stopped worker because one of its steps is needed.
 
@@ -269,7 +287,7 @@ def start_stopped(state: SchedulerState, worker_id: int) -> None:
     may end.
     """
     worker = state.workers[worker_id]
-    if worker.state == STOPPED and worker.start_ms is None:
+    if worker.state == STOPPED and worker.start_ms is None and not worker.unused:
         worker.start_ms, worker.woken = state.now_ms, True
         state.wake_starts += 1
 
@@ -283,7 +301,9 @@ def on_death(state: SchedulerState, worker_id: int, refused: bool = False) -> tu
     was_ready, was_leaving = worker.state == READY, worker.state == LEAVING
     slept = worker.sleep.asleep(state.steps_of[worker_id])
     worker.move("died")
-    if not was_leaving:
+    if worker.unused and not was_leaving:
+        worker.move("stop")
+    elif not was_leaving:
         delay = worker.restarts.died(now_ms, was_ready=was_ready or refused)
         if delay is None:
             worker.move("give_up")
@@ -345,8 +365,8 @@ def figures(state: SchedulerState) -> dict[str, dict[str, Mapping[str, float]]]:
 
 
 def all_ready(state: SchedulerState) -> bool:
-    """Return whether every worker is ready."""
-    return all(worker.state == READY for worker in state.workers)
+    """Return whether every worker is ready that a program uses."""
+    return all(worker.state == READY or worker.unused for worker in state.workers)
 
 
 def busy(state: SchedulerState) -> bool:

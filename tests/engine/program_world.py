@@ -179,6 +179,8 @@ class ProgramWorld:
         if how != "retire" and len(takes) - len(gone) < OPEN_MAX:
             id = max(self.versions) + 1
             plan, deployments = version_of(self._plan, id, self.rng)
+            if any(one >= 0 and self._scheduler.gone(one) for one in deployments):
+                return []  # an engine opens a program only over what is loaded
             events.append(ev.OpenProgram(id, plan, deployments))
         for id in gone:
             self.versions[id].retired = True
@@ -212,7 +214,19 @@ class ProgramWorld:
             version.open.add(request)
 
     def check(self) -> None:
-        """Check that no program has more requests open than its own limit."""
+        """Check that no program has more requests open than its limit, and workers end with their last program."""
+        deployed = self._scheduler.plan.steps
+        used = {
+            worker
+            for version in self.versions.values()
+            if not version.ended
+            for one in version.deployments
+            if one >= 0
+            for worker in deployed[one].workers
+        }
+        for id, worker in enumerate(self._scheduler.workers):
+            if worker.unused == (id in used):
+                raise AssertionError(f"worker {worker.name} {'ended' if worker.unused else 'stays'}; used: {sorted(used)}")
         for version in self.versions.values():
             most = version.plan.limits.requests_max
             if len(version.open) > most:

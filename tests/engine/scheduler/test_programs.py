@@ -264,9 +264,36 @@ def test_a_deployment_with_sequences_has_one_program_and_they_end_with_it() -> N
     harness.answer("see")
     harness.retire(FIRST_PROGRAM)
     assert harness.output(one) == "a" and harness.sent(msg.EndSequences) == [msg.EndSequences(0, ("s",))]
-    program = harness.open(stateful, 0)
-    refusal = harness.refusal(harness.submit(x="b", sequence=SequencePart("s", False, False), program=program))
-    assert "has not been started" in refusal.message
+    assert harness.sent(msg.Close) == [msg.Close()]
+
+
+def test_a_worker_ends_with_the_last_program_that_uses_it() -> None:
+    p = Builder("two")
+    first = p.step("see", "echo", value=p.input("x", "text"))
+    p.output("y", p.step("read", "echo", value=first.value).value)
+    harness = SchedulerHarness(p)
+    kept = harness.open(one_step("look"), 0)
+    harness.retire(FIRST_PROGRAM)
+    ended = [worker.unused for worker in harness.scheduler.workers]
+    assert (ended, harness.sent(msg.Close)) == ([False, True], [msg.Close()])
+    assert not harness.scheduler.gone(0) and harness.scheduler.gone(1)
+    with pytest.raises(ValueError, match="step late: its deployment has ended"):
+        harness.open(one_step("late"), 1)
+    harness.die(1)
+    harness.advance(60_000)
+    assert [worker.state for worker in harness.scheduler.workers] == ["ready", "stopped"]
+    assert harness.scheduler.counters.deaths == 0
+    request = harness.submit(x="a", program=kept)
+    harness.answer("see")
+    assert harness.output(request) == "a"
+
+
+def test_a_worker_that_nothing_uses_any_more_is_not_started_again() -> None:
+    harness = SchedulerHarness(one_step())
+    harness.die(0)
+    harness.retire(FIRST_PROGRAM)
+    harness.advance(60_000)
+    assert harness.scheduler.workers[0].state == "stopped"
 
 
 def test_an_engine_may_begin_without_a_program() -> None:
