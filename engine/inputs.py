@@ -62,11 +62,13 @@ T = TypeVar("T")
 class RequestInputs:
     """Converts the inputs of requests into values, for one plan. Thread-safe.
 
-    media: names of the image and audio inputs, for which a str is the path of a file.
+    program: id of the program in the runtime that values are placed for.
+    media:   names of the image and audio inputs, for which a str is the path of a file.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, program: int = 0) -> None:
         self._plan = plan
+        self._program = program
         self._ports = {one.name: one for one in plan.inputs if not one.hidden}
         self._limits = {
             paths: {name: media_limits(plan, one, paths) for name, one in self._ports.items()}
@@ -184,7 +186,7 @@ class RequestInputs:
         """
 
         def reserve(sizes: Sequence[int]) -> list[Block]:
-            return runtime.reserve(sizes, job)
+            return runtime.reserve(self._program, sizes, job)
 
         if needs_decoding(packed):
             return self._decoded(packed, reserve, runtime, DecodeTimeout(None), _JOBS if job else "")
@@ -199,7 +201,7 @@ class RequestInputs:
         """Place values that are decoded: wait, fair by caller, for memory to decode and room in the arena."""
 
         def reserve(sizes: Sequence[int]) -> list[Block]:
-            return runtime.reserve_in_turn(sizes).wait(left.seconds())
+            return runtime.reserve_in_turn(self._program, sizes).wait(left.seconds())
 
         return self._decoded(packed, reserve, runtime, left, "")
 
@@ -244,7 +246,7 @@ class RequestInputs:
                     packed = await self._run_async(decoding, partial(self._prepared, packed))
                 values, large = self._split(packed)
                 if large:
-                    ticket = runtime.reserve_in_turn([one.size_bytes for one in large.values()], caller)
+                    ticket = runtime.reserve_in_turn(self._program, [one.size_bytes for one in large.values()], caller)
                     blocks = await ticket.wait_async(left.seconds())
                     with _released_on_error(blocks, runtime):
                         values |= await self._run_async(decoding, partial(_written, large, blocks, runtime))

@@ -6,6 +6,7 @@ the GPU memory that other sessions leave. Nothing runs here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,7 @@ from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import profile_beside
-from weftline.pipelines.placement.reservations import Replan
+from weftline.pipelines.placement.sharing import SharedPlan, plan_shared
 from weftline.pipelines.spec.builder import Builder
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
@@ -24,41 +25,50 @@ from weftline.pipelines.spec.single_step import graph_to_debug, plan_to_debug
 Source = str | Path | Pipeline | Builder
 """Source of a pipeline: the path of a YAML file, or a pipeline built in Python."""
 
+Replan = Callable[[Machine], SharedPlan]
+"""Function that plans pipelines anew for a machine with other reservations. PipelineError: they do not fit."""
+
 
 class PlannedPipeline:
     """A plan, its machine, and the graph it was made from.
 
+    plan:    the pipeline's own.
+    shared:  the plan and what it loads: steps with equal load keys share.
     machine: None: this machine.
     graph:   None: only the plan is known.
-    debug:   the step to debug; '' for none.
+    again:   plans the pipeline for another machine; None: that is not possible.
     """
 
     def __init__(
-        self, plan: Plan, machine: Machine | None = None, graph: Pipeline | None = None, debug: str = ""
+        self,
+        plan: Plan | SharedPlan,
+        machine: Machine | None = None,
+        graph: Pipeline | None = None,
+        again: Replan | None = None,
     ) -> None:
-        self.plan = plan
+        self.shared = SharedPlan.of(plan) if isinstance(plan, Plan) else plan
+        ((self.name, program),) = self.shared.programs.items()
+        self.plan = program.plan
         self.machine = machine
-        self._graph = graph
-        self._debug = debug
+        self.graph = graph
+        self.again = again
 
     @classmethod
     def of(cls, pipeline: Source, machine: Machine | None = None) -> Self:
         """Check and plan a pipeline for a machine, by default this one; PipelineError lists every problem."""
         graph = graph_of(pipeline)
-        return cls(_plan(graph, machine), machine, graph)
-
-    @property
-    def again(self) -> Replan | None:
-        """Function that plans the pipeline for another machine; None if only its plan is known."""
-        graph, debug = self._graph, self._debug
-        return None if graph is None else lambda machine: _plan(graph, machine, debug)
+        return cls(_shared(graph, machine), machine, graph, lambda there: _shared(graph, there))
 
     def to_debug(self, step: str) -> Self:
         """Return the pipeline planned with this step in this process; InputError if that is not possible."""
-        if self._graph is None:
+        if self.graph is None:
             raise InputError("debug: this pipeline was made from a plan alone; load it with weftline.load")
-        graph = graph_to_debug(self._graph, step)
-        return type(self)(_plan(graph, self.machine, step), self.machine, graph, step)
+        graph = graph_to_debug(self.graph, step)
+
+        def plan(there: Machine | None) -> SharedPlan:
+            return SharedPlan.of(plan_to_debug(_plan(graph, there), step))
+
+        return type(self)(plan(self.machine), self.machine, graph, plan)
 
 
 def plan_of(pipeline: Source, machine: Machine | None = None) -> Plan:
@@ -75,6 +85,9 @@ def graph_of(pipeline: Source) -> Pipeline:
     return pipeline.build() if isinstance(pipeline, Builder) else pipeline
 
 
-def _plan(graph: Pipeline, machine: Machine | None, debug: str = "") -> Plan:
-    plan = make_plan(graph, machine or this_machine(), profile=profile_beside(graph))
-    return plan_to_debug(plan, debug) if debug else plan
+def _plan(graph: Pipeline, machine: Machine | None) -> Plan:
+    return make_plan(graph, machine or this_machine(), profile=profile_beside(graph))
+
+
+def _shared(graph: Pipeline, machine: Machine | None) -> SharedPlan:
+    return plan_shared({graph.name: graph}, machine or this_machine(), profiles={graph.name: profile_beside(graph)})

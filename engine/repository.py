@@ -18,12 +18,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
+from weftline.engine.engine import Engine, reserved
 from weftline.engine.gpus import GpuReservations
+from weftline.engine.machine import this_machine
+from weftline.engine.planned_pipeline import graph_of
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
-from weftline.errors import InputError, LimitReached, SessionClosed
-from weftline.pipelines.placement.place import Machine
+from weftline.engine.versions import ENDED, Version
+from weftline.errors import InputError, LimitReached, SessionClosed, WeftlineError
+from weftline.pipelines.placement.machine import Machine
+from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.placement.sharing import SharedPlan, groups_of, plan_shared
+from weftline.pipelines.spec.graph import Pipeline
 
 ABSENT, LOADING, READY, RELOADING, DRAINING, FAILED = "absent", "loading", "ready", "reloading", "draining", "failed"
 
@@ -90,8 +98,9 @@ class _Held:
 class Repository:
     """Open sessions by name. Close it, or use it in a with statement: that closes every session.
 
-    The sessions share the GPUs of this process with all others in it: each is planned for the GPU memory that is left,
-    and refused if it does not fit. CPU cores are planned as if each session were alone.
+    Pipelines that are loaded together have one engine, and so does one that is loaded later where the engine has all it
+    needs. Any other has an engine of its own, which is planned for the GPU memory that is left, and refused if it does
+    not fit; its CPU cores are planned as if it were alone.
 
     pipelines_max: limit on names.
     machine:       the machine to place them on; this machine by default.
@@ -129,34 +138,72 @@ class Repository:
 
     def load_together(
         self, sources: Mapping[str, Source], *, progress: Callable[[str], Progress | None] = lambda name: None
-    ) -> Iterator[tuple[str, int]]:
-        """Open pipelines one after the other under these names; yield each name and its version when it serves.
+    ) -> Iterator[tuple[str, int | WeftlineError]]:
+        """Open pipelines at once, under these names; yield each name with its version when it serves, or its error.
 
-        GPU memory is reserved for all of them before the first opens, so llm steps that use all remaining memory of a
-        GPU divide it evenly. Names that serve are reloaded. PipelineError, ModelError: as for `load`; later pipelines
-        are then not opened, and earlier ones serve.
+        They are planned together and share what they load (`weftline.pipelines.placement.sharing`): steps with equal
+        load keys, and cores. Llm steps that use all remaining memory of a GPU divide it evenly. Names that serve are
+        reloaded. A pipeline that cannot be planned (PipelineError) or opened (ModelError) leaves the others serving.
 
         progress: returns the progress callback of a name.
         """
         serving = {entry.name for entry in self.index() if entry.state in (READY, RELOADING)}
-        planned = {name: load(source, self._machine) for name, source in sources.items() if name not in serving}
-        sessions = {name: one.session(progress(name), name=name, gpus=self._gpus) for name, one in planned.items()}
-        wanted = [
-            (sessions[name].hold, one.again)
-            for name, one in planned.items()
-            if one.plan.budgets and one.again is not None
-        ]
+        graphs: dict[str, Pipeline] = {}
+        refused: dict[str, WeftlineError] = {}
+        for name in sources.keys() - serving:
+            try:
+                graphs[name] = graph_of(sources[name])
+            except WeftlineError as error:
+                refused[name] = error
+        begun = self._begin_together({name: graphs[name] for name in sources if name in graphs}, refused, progress)
         try:
-            if len(wanted) > 1:
-                self._gpus.plan_together(wanted, self._machine)
             for name, source in sources.items():
-                with self._turn(name) as held:
-                    version = self._load(name, held, source, None, DRAIN_S, progress(name), sessions.get(name))
-                sessions.pop(name, None)
-                yield name, version
+                begin = begun.pop(name, None)
+                done: int | WeftlineError
+                try:
+                    with self._turn(name) as held:
+                        why = refused.get(name)
+                        done = self._load(name, held, source, None, DRAIN_S, progress(name), begin, why)
+                except WeftlineError as failure:
+                    done = failure
+                    if begin is not None:
+                        begin.drain(0.0, ENDED)
+                yield name, done
         finally:
-            for session in sessions.values():
-                session.close()
+            for version in begun.values():
+                version.drain(0.0, ENDED)
+
+    def _begin_together(
+        self,
+        graphs: Mapping[str, Pipeline],
+        refused: dict[str, WeftlineError],
+        progress: Callable[[str], Progress | None],
+    ) -> dict[str, Version]:
+        """Start pipelines in one engine for each GPU policy; add the errors of those that cannot start to `refused`."""
+        begun: dict[str, Version] = {}
+        for names in groups_of(graphs):
+            group = {name: graphs[name] for name in names}
+            profiles = {name: profile_beside(graph) for name, graph in group.items()}
+
+            def plan(machine: Machine, group: Any = group, profiles: Any = profiles) -> SharedPlan:
+                return plan_shared(group, machine, profiles=profiles)
+
+            hold = self._gpus.reservation(", ".join(names), self._gpus.new_session())
+            try:
+                machine = self._machine or this_machine()
+                shared = reserved(plan(machine), hold, plan, machine)
+                engine = Engine(shared, hold)
+                programs = engine.start({name: progress(name) for name in shared.programs})
+            except WeftlineError as error:
+                hold.release()
+                refused |= dict.fromkeys(names, error)
+                continue
+            except BaseException:
+                hold.release()
+                raise
+            refused |= shared.refused
+            begun |= {name: Version(1, engine, id, shared.programs[name].plan) for name, id in programs.items()}
+        return begun
 
     def reload(
         self, name: str, source: Source | None = None, *, timeout_s: float | None = None, drain_s: float = DRAIN_S
@@ -253,19 +300,24 @@ class Repository:
         timeout_s: float | None,
         drain_s: float,
         progress: Progress | None = None,
-        session: Session | None = None,
+        begun: Version | None = None,
+        refused: WeftlineError | None = None,
     ) -> int:
-        """Load or reload a name. session: opened if none serves yet; None: created here."""
+        """Load or reload a name. begun: its first version, which opens already; refused: why there is none."""
         with self._lock:
             held.move("load")
             serving = held.session if held.state == RELOADING else None
         try:
+            if refused is not None:
+                raise refused
             if serving is not None:
                 serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress)
             else:
-                if session is None:
-                    session = load(source, self._machine).session(progress, name=name, gpus=self._gpus)
-                self._open(held, session, timeout_s)
+                session = self._first(name, source, progress, begun)
+                with self._lock:
+                    self._check_open()
+                    held.session = session  # from here on `close` closes it and aborts the opening
+                session.open(timeout_s)
         except BaseException as error:
             with self._lock:
                 held.move("failed")
@@ -279,11 +331,17 @@ class Repository:
             held.source, held.why = source, ""
             return held.session.version if held.session is not None else 0
 
-    def _open(self, held: _Held, session: Session, timeout_s: float | None) -> None:
-        with self._lock:
-            self._check_open()
-            held.session = session  # from here on `close` closes it and aborts the opening
-        session.open(timeout_s)
+    def _first(self, name: str, source: Source, progress: Progress | None, begun: Version | None) -> Session:
+        """Return the session of a name that does not serve yet: over what another has loaded where that suffices."""
+        if begun is None:
+            graph = graph_of(source)
+            with self._lock:
+                sessions = [one.session for one in self._names.values() if one.session is not None]
+            found = (one.begin_beside(graph) for one in sessions)
+            begun = next((version for version in found if version is not None), None)
+        if begun is None:
+            return load(source, self._machine).session(progress, name=name, gpus=self._gpus)
+        return Session(begun.plan, progress, self._machine, name=name, gpus=self._gpus, first=begun)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -140,7 +140,7 @@ class BorrowedResult:
             if in_finalizer:  # no lock may be taken
                 version.runtime.post_soon(ev.Delivered(self._request))
             else:
-                version.runtime.deliver(self._request, self._placed_bytes)
+                version.runtime.deliver(version.program, self._request, self._placed_bytes)
         version.leave(self._request)
 
     def __enter__(self) -> BorrowedResult:
@@ -175,7 +175,7 @@ def take_result(version: Version, request: int, end: ev.Command, started_ms: flo
             raise
         total_ms = runtime.clock.now_ms() - started_ms
         if placed:
-            runtime.deliver(request, placed)
+            runtime.deliver(version.program, request, placed)
         return Result(outputs, end.timings, total_ms)
     finally:
         version.leave(request)
@@ -216,8 +216,8 @@ def _read_only(value: Any) -> Any:
 
 
 def raise_if_closed(version: Version) -> None:
-    """Raise SessionClosed if the version's runtime was closed, which unmaps its memory."""
-    if version.runtime.closed:
+    """Raise SessionClosed if the version has ended, which unmaps its memory."""
+    if version.closed:
         raise SessionClosed("the session was closed while an output was being copied out") from None
 
 

@@ -16,6 +16,7 @@ A session is thread-safe: requests from many threads and tasks share batches. Ar
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -23,21 +24,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from weftline.engine.gpus import GpuReservations, Reservation
+from weftline.engine.gpus import GpuReservations
 from weftline.engine.planned_pipeline import PlannedPipeline, Source, plan_of
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions, checked_options
 from weftline.engine.result import BorrowedResult, OutputStream, Result, StreamedOutput
 from weftline.engine.row_groups import InputSpace, run_together
-from weftline.engine.runtime.health import Health
+from weftline.engine.runtime.health import Health, judge
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
-from weftline.engine.versions import Version, Versions
+from weftline.engine.versions import Version, Versions, begin_alone, begin_over, not_open
 from weftline.errors import InputError, WeftlineError
 from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.reservations import Replan
+from weftline.pipelines.spec.graph import Pipeline
 
 __all__ = ["DRAIN_S", "OpenablePipeline", "Session", "Source", "load", "plan_of"]
 
@@ -75,7 +76,7 @@ class OpenablePipeline(PlannedPipeline):
         name: the pipeline's name in tables of GPU reservations; its own by default.
         gpus: the reservations to share; None: those of this process.
         """
-        return Session(self.plan, progress, self.machine, again=self.again, name=name, gpus=gpus)
+        return Session(self, progress, self.machine, name=name, gpus=gpus)
 
     def map(
         self,
@@ -113,10 +114,10 @@ class OpenablePipeline(PlannedPipeline):
         from weftline.engine.jobs.dataset_map import map_plan
         from weftline.engine.jobs.runners.factory import local_runner_factory
 
-        if self._graph is None:
+        if self.graph is None:
             raise InputError("map: this pipeline was made from a plan alone; load it with weftline.load")
         factory = local_runner_factory(
-            self._graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
+            self.graph, outputs=outputs, seed=seed, block_rows=block_rows, machine=self.machine
         )
         return map_plan(
             self.plan, factory, dataset, maps=maps, keep=keep, errors=errors, as_dataset=as_dataset,
@@ -140,25 +141,27 @@ class Session:
 
     A request runs in the version that is current when it starts, with that version's inputs and outputs.
 
-    again: plans the pipeline anew for the GPU memory that other sessions leave; None: it opens as planned, or not at
-           all.
-    name:  the pipeline's name in tables of GPU reservations; its own by default.
-    gpus:  the GPU reservations to share; None: those of this process.
+    pipeline: the first version.
+    name:     the pipeline's name in tables of GPU reservations; its own by default.
+    gpus:     the GPU reservations to share; None: those of this process.
+    first:    the first version, started in an engine that others use too; None: it has an engine of its own.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        pipeline: PlannedPipeline | Plan,
         progress: Progress | None = None,
         machine: Machine | None = None,
         *,
-        again: Replan | None = None,
         name: str = "",
         gpus: GpuReservations | None = None,
+        first: Version | None = None,
     ) -> None:
         gpus = gpus or GpuReservations.of_process()
-        hold = partial(gpus.reservation, name or plan.name, gpus.new_session())
-        self._versions = Versions(plan, progress, machine, again, hold)
+        planned = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline(pipeline)
+        hold = partial(gpus.reservation, name or planned.plan.name, gpus.new_session())
+        alone = partial(begin_alone, planned, machine, hold(1), 1, progress) if first is None else first
+        self._versions = Versions(alone, planned.plan, machine, hold)
         self._submitter = Submitter(self._versions.enter)
 
     # life
@@ -221,17 +224,12 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The plan of the current version."""
-        return self._current.plan
-
-    @property
-    def hold(self) -> Reservation:
-        """The GPU reservations of the current version."""
-        return self._current.hold
+        return self._versions.plan
 
     @property
     def version(self) -> int:
         """The number of the current version: 1 at first, incremented by each reload."""
-        return self._versions.current.number
+        return self._versions.current.number if self._versions.current is not None else 1
 
     # requests
 
@@ -360,11 +358,19 @@ class Session:
         """
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
+    def begin_beside(self, pipeline: Pipeline) -> Version | None:
+        """Start the first version of another session over what this one has loaded; None where it needs more."""
+        current = self._versions.current
+        return begin_over(current.engine, pipeline, self._versions.machine, 1) if current is not None else None
+
     # health and figures
 
     def health(self) -> Health:
         """Return which steps are ready, and the reason if one is not."""
-        return self._current.runtime.health()
+        version = self._versions.current
+        if version is None:
+            return judge(dict.fromkeys([step.name for step in self.plan.steps], False), math.inf, str(not_open()))
+        return version.runtime.health(version.program)
 
     @property
     def ready(self) -> bool:
@@ -378,12 +384,15 @@ class Session:
         """
         current = self._current
         extra = {"version": current.number, "draining": self._versions.draining}
-        return dict(current.runtime.stats()) | extra
+        return dict(current.runtime.stats(current.program)) | extra
 
     def pids(self) -> dict[str, int]:
         """Return the pid of every running worker of the current version by name."""
-        return self._current.runtime.pids()
+        return self._current.runtime.pids(self._current.program)
 
     @property
     def _current(self) -> Version:
-        return self._versions.current
+        version = self._versions.current or self._versions.opening
+        if version is None:
+            raise not_open()
+        return version

@@ -93,7 +93,7 @@ class Submitter:
         runtime = version.runtime
         try:
             future = ResultFuture()
-            runtime.check_descriptors()
+            runtime.check_descriptors(version.program)
             started_ms = runtime.clock.now_ms()
             values = version.inputs.try_inline(inputs)
             if values is None:
@@ -139,7 +139,7 @@ class Submitter:
         runtime = version.runtime
         try:
             loop = asyncio.get_running_loop()
-            runtime.check_descriptors()
+            runtime.check_descriptors(version.program)
             started_ms = runtime.clock.now_ms()
             values = version.inputs.try_inline(inputs)
             if values is None:
@@ -172,7 +172,7 @@ class Submitter:
         try:
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[ev.Command] = loop.create_future()
-            runtime.check_descriptors()
+            runtime.check_descriptors(version.program)
             started_ms = runtime.clock.now_ms()
             mailbox = self._mailbox(loop)
 
@@ -202,7 +202,7 @@ class Submitter:
         try:
             unread = UnreadOutputs(request, version.plan.limits.stream_bytes_max)
             reader = Reader(unread, lambda: runtime.post_if(unread.may_resume))
-            runtime.check_descriptors()
+            runtime.check_descriptors(version.program)
             started_ms = runtime.clock.now_ms()
             values = _place(version, inputs, options, started_ms)
             event = submission(version, request, values, options, started_ms, pieces=True)
@@ -234,7 +234,7 @@ class Submitter:
             unread = UnreadOutputs(request, version.plan.limits.stream_bytes_max)
             loop = asyncio.get_running_loop()
             reader = AsyncReader(unread, lambda: runtime.post_if(unread.may_resume), loop)
-            runtime.check_descriptors()
+            runtime.check_descriptors(version.program)
             started_ms = runtime.clock.now_ms()
             values = await _place_async(version, inputs, paths, options, started_ms, caller)
             event = submission(version, request, values, options, started_ms, pieces=True, caller=caller)
@@ -275,6 +275,7 @@ def submission(
         deadline_ms = inputs.budget_ms(deadline_ms)
     return ev.Submitted(
         request=request,
+        program=version.program,
         inputs=values,
         wanted=options.output_names,
         deadline_ms=None if deadline_ms is None else started_ms + deadline_ms,  # decoding is part of it

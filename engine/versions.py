@@ -4,30 +4,29 @@
     reload     open the next version beside the current one, switch to it, drain the old one
     close      end all versions
 
+A version is a program of an engine. The next one is a program of the same engine where that has loaded all it needs:
+then no model is touched. Otherwise it has an engine of its own.
+
 `current` changes in one step. A request that meets a version which was retired in that moment retries with the new one,
 so a reload loses no request.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from weftline.engine.engine import Engine, reserved
 from weftline.engine.gpus import Reservation
 from weftline.engine.inputs import RequestInputs
-from weftline.engine.planned_pipeline import PlannedPipeline, Source
-from weftline.engine.runtime.event_loop import Runtime
+from weftline.engine.planned_pipeline import PlannedPipeline, Source, graph_of
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
 from weftline.errors import SessionClosed
-from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.reservations import Replan
+from weftline.pipelines.spec.graph import Pipeline
 
 DRAIN_POLL_S = 0.005
 """How often a drain checks for open requests."""
@@ -37,20 +36,30 @@ ENDED = ev.Fail(-1, "SessionClosed", "the session was closed before the request 
 
 
 class Version:
-    """A running plan that requests enter and leave: its workers, its inputs, its GPU reservations. Thread-safe.
+    """A program that requests enter and leave, and their inputs. Thread-safe.
 
     Entering and leaving take no lock, because a stream may be dropped by the garbage collector inside one. Requests and
     the drain share single operations of a set only.
+
+    program: its id in the engine.
+    plan:    its own.
     """
 
-    def __init__(self, number: int, plan: Plan, hold: Reservation, progress: Progress | None = None) -> None:
+    def __init__(self, number: int, engine: Engine, program: int, plan: Plan) -> None:
         self.number = number
         self.plan = plan
-        self.hold = hold
-        self.runtime = Runtime(plan, cache_dir(), progress=progress, hold=hold)
-        self.inputs = RequestInputs(plan)
+        self.engine = engine
+        self.program = program
+        self.runtime = engine.runtime
+        self.inputs = RequestInputs(plan, program)
         self._open: set[int] = set()
         self._retired = False
+        self._ended = False
+
+    @property
+    def closed(self) -> bool:
+        """True once it has ended: memory of its requests may be unmapped."""
+        return self._ended or self.runtime.closed
 
     def enter(self, request: int) -> bool:
         """Keep this version alive until the request leaves; False if it was retired."""
@@ -69,50 +78,57 @@ class Version:
         self._retired = True
 
     def drain(self, drain_s: float, end: ev.Fail) -> None:
-        """Refuse new requests, wait up to `drain_s` for the open ones, then close; the rest fail with `end`."""
+        """Refuse new requests, wait up to `drain_s` for the open ones, then end; the rest fail with `end`."""
         self.retire()
         until = time.monotonic() + drain_s
-        while self._open and not self.runtime.closed and time.monotonic() < until:
+        while self._open and not self.closed and time.monotonic() < until:
             time.sleep(DRAIN_POLL_S)
-        self.runtime.close(end)
+        self._ended = True
+        self.engine.end_program(self.program, list(self._open), end)
         self.inputs.close()
+
+
+Begin = Callable[[], Version]
+"""Starts the first version of a session; its workers may still be opening."""
 
 
 class Versions:
     """Opens, replaces and ends versions, and enters requests into the current one. Thread-safe.
 
+    begin:   starts the first version, or returns it where it was started before.
     plan:    of the first version.
     machine: default machine to plan versions for; None: this machine.
-    again:   plans the first version anew for the GPU memory that other sessions leave; None: it opens as
-             planned, or not at all.
-    hold:    returns the GPU reservations of the version of a number.
-    current: the version that new requests enter.
-    opening: the version that opens beside it, if any.
+    hold:    returns the GPU reservations of the version of a number, where it has an engine of its own.
+    current: the version that new requests enter; None before the first is open.
+    opening: the version that opens, or was started before this, if any.
     """
 
     def __init__(
         self,
+        begin: Begin | Version,
         plan: Plan,
-        progress: Progress | None,
         machine: Machine | None,
-        again: Replan | None,
         hold: Callable[[int], Reservation],
     ) -> None:
-        self._progress = progress
-        self._machine = machine
-        self._again = again
+        self._begin: Begin | None = begin if not isinstance(begin, Version) else lambda: begin
+        self._plan = plan
+        self.machine = machine
         self._hold = hold
-        self.current = Version(1, plan, hold(1), progress)
-        self._ids = itertools.count(1)
+        self.current: Version | None = None
         self._closed = False
         self._reloading = threading.Lock()
         self._changing = threading.Lock()  # guards `current` and the two below; never held for long
-        self.opening: Version | None = None
+        self.opening = begin if isinstance(begin, Version) else None
         self._draining: Version | None = None
 
     @property
     def closed(self) -> bool:
-        return self._closed or self.current.runtime.closed
+        return self._closed or (self.current is not None and self.current.closed)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current version, or of the first one before it is open."""
+        return self.current.plan if self.current is not None else self._plan
 
     @property
     def draining(self) -> bool:
@@ -121,18 +137,25 @@ class Versions:
 
     def enter(self) -> tuple[Version, int]:
         """Enter the current version; return it and the new request's id."""
-        request = next(self._ids)
-        while not (version := self.current).enter(request):
+        while (version := self.current) is not None:
+            request = next(version.runtime.requests)
+            if version.enter(request):
+                return version, request
             self._check_not_closed()  # else it was replaced in this moment
-        return version, request
+        raise not_open()
 
     def open(self, timeout_s: float | None) -> None:
         """Open the first version; see Session.open."""
-        version = self.current
-        plan = version.hold.reserve(version.plan, self._again, self._machine)
-        if plan is not version.plan:  # planned anew for the GPU memory that is left
-            self._exchange(version, plan)
-        self.current.runtime.open(timeout_s)
+        with self._reloading:
+            self._check_not_closed()
+            begin, self._begin = self._begin, None
+            if begin is None:
+                raise SessionClosed("a session is opened once; open a new one")
+            try:
+                self._switch(begin, timeout_s)
+            except BaseException:
+                self._closed = True
+                raise
 
     def reload(
         self,
@@ -143,28 +166,18 @@ class Versions:
     ) -> int:
         """Open the next version, switch to it, end the old one, and return its number; see Session.reload."""
         with self._reloading:
-            new = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline.of(pipeline, self._machine)
-            version = self._next_version(new, progress)
+            current = self.current
+            self._check_not_closed()
+            if current is None:
+                raise not_open()
+            old = self._switch(lambda: self._next_version(current, pipeline, progress), timeout_s)
+            number = self.current.number if self.current is not None else 0
             try:
-                with self._changing:
-                    self._check_not_closed()
-                    self.opening = version
-                version.runtime.open(timeout_s)
-                with self._changing:
-                    self._check_not_closed()
-                    old, self.current = self.current, version
-                    self.opening, self._draining = None, old
-            except BaseException:
-                version.runtime.close()
-                version.inputs.close()
-                raise
-            finally:
-                self.opening = None
-            try:
-                old.drain(drain_s, REPLACED)
+                if old is not None:
+                    old.drain(drain_s, REPLACED)
             finally:
                 self._draining = None
-            return version.number
+            return number
 
     def close(self, drain_s: float) -> None:
         """Refuse new requests and end every version; see Session.close."""
@@ -173,44 +186,69 @@ class Versions:
             opening, draining, current = self.opening, self._draining, self.current
         if opening is not None:
             opening.drain(0.0, ENDED)
-        current.retire()
+        if current is not None:
+            current.retire()
         until = time.monotonic() + drain_s
         for version in (draining, current):
             if version is not None:
                 version.drain(max(0.0, until - time.monotonic()), ENDED)
 
-    def _exchange(self, version: Version, plan: Plan) -> None:
-        """Replace the first version by one with another plan, unless another thread that opens it has."""
-        with self._changing:
-            self._check_not_closed()
-            if self.current is not version:
-                return
-            try:
-                self.current = Version(version.number, plan, version.hold, self._progress)
-            except BaseException:
-                version.hold.release()
-                raise
-
-    def _next_version(self, pipeline: PlannedPipeline, progress: Progress | None) -> Version:
-        """Plan the next version for the GPU memory that is left, reserve it, and return the version."""
-        number = self.current.number + 1
-        hold = self._hold(number)
+    def _switch(self, begin: Begin, timeout_s: float | None) -> Version | None:
+        """Start a version, wait until it is open, and make it the current one; return the one before, which drains."""
+        version = begin()
         try:
-            plan = hold.reserve(pipeline.plan, pipeline.again, pipeline.machine or self._machine)
-            return Version(number, plan, hold, progress)
+            with self._changing:
+                self._check_not_closed()
+                self.opening = version
+            version.runtime.wait_open(version.program, timeout_s)
+            with self._changing:
+                self._check_not_closed()
+                old, self.current = self.current, version
+                self.opening, self._draining = None, old
+            return old
         except BaseException:
-            hold.release()
+            version.drain(0.0, ENDED)
             raise
+        finally:
+            self.opening = None
+
+    def _next_version(self, current: Version, pipeline: Source | PlannedPipeline, progress: Progress | None) -> Version:
+        """Start the next version: over what is loaded where that suffices, else in an engine of its own."""
+        number = current.number + 1
+        source = pipeline.graph if isinstance(pipeline, PlannedPipeline) else graph_of(pipeline)
+        machine = (pipeline.machine if isinstance(pipeline, PlannedPipeline) else None) or self.machine
+        over = begin_over(current.engine, source, machine, number) if source is not None else None
+        if over is not None:
+            return over
+        new = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline.of(graph_of(pipeline), machine)
+        return begin_alone(new, machine, self._hold(number), number, progress)
 
     def _check_not_closed(self) -> None:
         if self._closed:
-            raise SessionClosed("the session is not open")
+            raise not_open()
 
 
-def cache_dir() -> Path:
-    """Return the folder for compiled engines and the like: the user's cache (XDG base directory specification)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
+def begin_over(engine: Engine, pipeline: Pipeline, machine: Machine | None, number: int) -> Version | None:
+    """Start a version over what an engine has loaded; None when it needs something else."""
+    planned = engine.over(pipeline, machine)
+    program = engine.open_program(planned) if planned is not None else None
+    return Version(number, engine, program, planned.plan) if planned is not None and program is not None else None
+
+
+def begin_alone(
+    pipeline: PlannedPipeline, machine: Machine | None, hold: Reservation, number: int, progress: Progress | None
+) -> Version:
+    """Start a version in an engine of its own, planned for the GPU memory that is left."""
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "weftline"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "weftline"
+        shared = reserved(pipeline.shared, hold, pipeline.again, machine)
+        engine = Engine(shared, hold)
+        ((name, program),) = engine.start({pipeline.name: progress}).items()
+        return Version(number, engine, program, shared.programs[name].plan)
+    except BaseException:
+        hold.release()
+        raise
+
+
+def not_open() -> SessionClosed:
+    """Return the error of a session that is not open."""
+    return SessionClosed("the session is not open")

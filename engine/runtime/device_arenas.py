@@ -54,11 +54,11 @@ class DeviceArenas:
         message = AttachDevice(arena, up.size_bytes, up.share_mode, up.handle, up.events if handle.alive else ())
         return message, handle.fd if handle.fd >= 0 else None
 
-    def on(self, device: str) -> Iterator[int]:
-        """Yield the arenas of a device that can be attached: one without a descriptor ends with its worker."""
+    def on(self, device: str) -> Iterator[tuple[int, int]]:
+        """Yield (arena, worker) of a device's arenas to attach; one without a descriptor ends with its worker."""
         for arena, handle in self._known.items():
             if handle.up.device == device and (handle.alive or handle.fd >= 0):
-                yield arena
+                yield arena, handle.worker
 
     def died(self, worker: int) -> None:
         """Drop a dead worker's offer; an arena that it shared by handle cannot be attached any more."""

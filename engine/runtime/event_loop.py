@@ -1,4 +1,7 @@
-"""Run one plan: one lock, one thread, and the messages between the scheduler, its workers and its callers.
+"""Run one engine: one lock, one thread, and the messages between the scheduler, its workers and its callers.
+
+A Runtime has one plan, of what is loaded, and any number of programs over it (`engine.scheduler.programs`): versions of
+pipelines, each with an arena for the inputs of its requests.
 
 The loop decides nothing. It turns requests, worker messages, deaths and time into events, passes them to the scheduler,
 and carries out the commands that come back: messages to workers, results to waiting requests, process starts and kills.
@@ -18,11 +21,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
+import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +38,16 @@ from weftline.engine.runtime.byte_budget import Ticket, WaitQueue
 from weftline.engine.runtime.clock import Clock, MonotonicClock
 from weftline.engine.runtime.descriptors import shortage
 from weftline.engine.runtime.health import Health, judge
-from weftline.engine.runtime.opening import OPENING, Opening, Progress
+from weftline.engine.runtime.opening import OPENING, Opening, Progress, RunningProgram
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.runtime.timer import WakeTimer
 from weftline.engine.runtime.worker_processes import WorkerProcesses
 from weftline.engine.scheduler import events as ev
-from weftline.engine.scheduler.scheduler import INGRESS_ARENA, Scheduler
+from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.errors import LimitReached, ModelError, SessionClosed
 from weftline.pipelines.placement.plan import Plan
 from weftline.shm.arena import HostArena
-from weftline.shm.block import Block, Key
+from weftline.shm.block import PAGE_BYTES, Block, Key, align_up
 
 _log = logging.getLogger("weftline.runtime")
 
@@ -61,10 +66,11 @@ For the first two it may return an event, which goes to the scheduler next."""
 
 
 class Runtime:
-    """The event loop of one plan. Thread-safe.
+    """The event loop of one plan and its programs. Thread-safe.
 
-    hold:   the plan's GPU memory reservation, released by `close`; None: the plan has none.
-    fleet:  its worker processes and the arenas mapped here.
+    hold:     the plan's GPU memory reservation, released by `close`; None: the plan has none.
+    fleet:    its worker processes and the arenas mapped here.
+    requests: ids of requests: a new one for each, of whichever program.
     """
 
     def __init__(
@@ -72,12 +78,12 @@ class Runtime:
         plan: Plan,
         cache_dir: Path,
         clock: Clock | None = None,
-        progress: Progress | None = None,
         hold: Reservation | None = None,
     ) -> None:
         self.plan = plan
         self.clock = clock or MonotonicClock()
-        self.scheduler = Scheduler(plan, os.getpid(), hold.settle if hold is not None else None)
+        self.requests = itertools.count(1)
+        self.scheduler = Scheduler(plan, os.getpid(), hold.settle if hold is not None else None, alone=False)
         self.fleet = WorkerProcesses(plan, cache_dir, self._on_message, self._on_death)
         self._hold = hold
         if hold is not None:
@@ -87,19 +93,14 @@ class Runtime:
         self._ending = threading.RLock()
         self._is_open = False
         self._closing = False
-        self._opening = Opening(progress)
+        self._program_ids = itertools.count()
+        self._programs: dict[int, RunningProgram] = {}
+        self._new_arena: HostArena | None = None  # for the program that opens now
         self._listeners: dict[int, Listener] = {}  # by request
         self._received: list[ev.Event] = []  # read in this turn, not yet passed to the scheduler
         self._posted: deque[ev.Event] = deque()  # for the next turn; needs no lock
         self._finished: list[tuple[Listener, ev.ForCaller]] = []  # to be called at the end of this turn
-        self._input_queue: WaitQueue[list[Block]] = WaitQueue(
-            self._lock,
-            lambda ticket, blocks: self.scheduler.give_up(blocks),
-            plan.limits.requests_max,
-            "shared memory for inputs is full (limits.arena_bytes)",
-        )
-        self._copied_in_bytes = 0
-        self._copied_out_bytes = 0
+        self._input_queues: set[WaitQueue[list[Block]]] = set()  # those that requests wait in
         self._timer = WakeTimer()
         self._asyncio_reader = AsyncioReader(self._read_in_asyncio_loop)
         self._asyncio_error: Exception | None = None  # raised while the asyncio loop read messages
@@ -115,29 +116,32 @@ class Runtime:
             ev.ForgetArena: lambda command: self.fleet.forget(command.arena),
             ev.LogWarning: lambda command: _log.warning("%s", command.message),
             ev.LogDeath: self._log_death,
+            ev.OpenIngress: self._open_ingress,
+            ev.ProgramEnded: lambda command: self._forget_program(command.program),
         }
         self._thread = threading.Thread(target=self._run_thread, name="weftline-runtime", daemon=True)
 
     # open and close
 
-    def open(self, timeout_s: float | None = None) -> None:
-        """Start every worker and wait until all are ready; ModelError when a step cannot be opened.
+    def start(self, wanted: Sequence[tuple[Plan, Sequence[int], Progress | None]]) -> list[int]:
+        """Start every worker, open programs over them, and return the programs' ids.
 
-        After an error no process and no memory is left.
+        ModelError: the system refuses a process, memory or a thread; nothing is left then. `wait_open` waits for the
+        workers of a program.
 
-        timeout_s: longest wait; None: no limit.
+        wanted: plan, deployments and progress callback of each program.
         """
         try:
             with self._lock:
                 if self._closing or self._thread.ident is not None:
                     raise SessionClosed("a session is opened once; open a new one")
                 self.fleet.open()
-                self.fleet.arenas[INGRESS_ARENA] = HostArena.create(self.plan.ingress_arena_bytes)
+                programs = [self._open_program(*one, opens=True) for one in wanted]
                 try:
                     self._thread.start()
                 except RuntimeError:  # Python's error when the system starts no more threads
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
-            in_time = self._opening.wait(timeout_s)
+                self._is_open = True
         except SessionClosed:
             raise
         except OSError as error:
@@ -146,17 +150,97 @@ class Runtime:
         except BaseException:
             self.close()
             raise
-        if self._opening.failed is None and not in_time:
-            loading = [name for name, ready in self._steps_ready().items() if not ready]
-            self._opening.failed = ("", f"not open after {timeout_s} s; still loading: {', '.join(loading)}")
-        if (failure := self._opening.error()) is not None:
-            self.close()
-            raise failure
+        return programs
+
+    def open_program(self, plan: Plan, deployments: Sequence[int]) -> int:
+        """Open one more program over deployments that are open, and return its id; SessionClosed once closed.
+
+        ModelError: the system refuses memory. ValueError: a deployment has ended.
+        """
         with self._lock:
-            self._is_open = not self._closing and self._opening.failed is None
-        if not self._is_open:
-            self.close()
+            self._check_open()
+            try:
+                return self._open_program(plan, deployments, None, opens=False)
+            except OSError as error:
+                raise ModelError(f"the pipeline could not be opened: {self.fleet.reason(error)}") from None
+
+    def _open_program(self, plan: Plan, deployments: Sequence[int], progress: Progress | None, opens: bool) -> int:
+        """Open a program. opens: its workers are about to start."""
+        program = next(self._program_ids)
+        steps: dict[str, list[str]] = {}
+        workers: set[int] = set()
+        for step, deployment in zip(plan.steps, deployments, strict=True):
+            if deployment >= 0 and opens:
+                steps.setdefault(self.plan.steps[deployment].name, []).append(step.name)
+                workers.update(self.plan.steps[deployment].workers)
+        queue: WaitQueue[list[Block]] = WaitQueue(
+            self._lock,
+            lambda ticket, blocks: self.scheduler.give_up(blocks),
+            plan.limits.requests_max,
+            "shared memory for inputs is full (limits.arena_bytes)",
+        )
+        self._new_arena = HostArena.create(align_up(plan.ingress_arena_bytes, PAGE_BYTES))
+        try:
+            self._programs[program] = RunningProgram(plan, deployments, Opening(workers, steps, progress), queue)
+            self._apply((ev.OpenProgram(program, plan, tuple(deployments)),))
+        except BaseException:
+            self._programs.pop(program, None)
+            raise
+        finally:
+            unused, self._new_arena = self._new_arena, None
+            if unused is not None:
+                unused.close()
+        return program
+
+    def _open_ingress(self, command: ev.OpenIngress) -> None:
+        if self._new_arena is not None:
+            self.fleet.open_ingress(command.arena, self._new_arena, command.workers)
+            self._new_arena = None
+
+    def wait_open(self, program: int, timeout_s: float | None = None) -> None:
+        """Wait until all workers of a program are ready; ModelError when a step cannot be opened.
+
+        timeout_s: longest wait; None: no limit.
+        """
+        opening = self._programs[program].opening
+        if not opening.wait(timeout_s) and opening.failed is None:
+            loading = [name for name, ready in self._steps_ready(program).items() if not ready]
+            opening.failed = "", f"not open after {timeout_s} s; still loading: {', '.join(loading)}"
+        if (failure := opening.error()) is not None:
+            raise failure
+        if self._closing:
             raise SessionClosed("the session was closed while it was being opened")
+
+    def serves(self, deployments: Iterable[int]) -> bool:
+        """Return whether workers run all of these deployments, or are being restarted."""
+        with self._lock:
+            return not any(one >= 0 and self.scheduler.gone(one) for one in deployments)
+
+    def end_program(self, program: int, requests: Iterable[int], end: ev.Fail) -> None:
+        """Take no more requests of a program, fail these with `end`, and end it, and the workers that no other uses.
+
+        No-op for a program that has ended.
+        """
+        with self._lock:
+            held = self._programs.get(program)
+            if held is None or self._closing or os.getpid() != self._pid:
+                return
+            if held.opening.failed is None and not held.opening.over:
+                held.opening.failed = "", end.message
+            held.opening.end()
+            held.input_queue.refuse_all(SessionClosed(end.message))
+            events: list[ev.Event] = []
+            for request in requests:
+                listener = self._listeners.pop(request, None)
+                if listener is not None:
+                    self._finished.append((listener, end))
+                events += ev.Withdrawn(request), ev.Delivered(request)
+            self._apply((*events, ev.RetireProgram(program)))
+
+    def _forget_program(self, program: int) -> None:
+        ended = self._programs.pop(program, None)
+        if ended is not None:
+            self._input_queues.discard(ended.input_queue)
 
     def close(self, end: ev.Fail = CLOSED) -> None:
         """Fail every open request with `end`; end every process and arena. Thread-safe, and safe to call twice."""
@@ -165,8 +249,6 @@ class Runtime:
         with self._lock:
             self._closing = True
             self._end_requests(end)
-        self._opening.end()
-        with self._lock:
             self._asyncio_reader.close()
         with self._ending:
             self.fleet.wake()
@@ -193,7 +275,9 @@ class Runtime:
                 listener(command)
             except Exception:
                 _log.debug("a listener failed while the session was closed", exc_info=True)
-        self._input_queue.refuse_all(SessionClosed(end.message))
+        for program in self._programs.values():
+            program.input_queue.refuse_all(SessionClosed(end.message))
+            program.opening.end()
 
     def _closed_error(self) -> SessionClosed:
         if os.getpid() != self._pid:
@@ -206,49 +290,61 @@ class Runtime:
 
     # requests
 
-    def check_descriptors(self) -> None:
-        """Raise LimitReached while this process is short of file descriptors."""
+    def check_descriptors(self, program: int) -> None:
+        """Raise LimitReached while this process is short of file descriptors. program: that refuses a request then."""
         if self.fleet.short:
             with self._lock:
                 if self.fleet.is_short():
-                    self.scheduler.note_refused()
+                    self.scheduler.note_refused(program)
                     raise LimitReached(shortage(), SHORT_RETRY_S)
 
-    def reserve(self, sizes: Sequence[int], job: bool = False) -> list[Block]:
-        """Lease blocks of the ingress arena for inputs; LimitReached when it is full, SessionClosed when not open.
+    def reserve(self, program: int, sizes: Sequence[int], job: bool = False) -> list[Block]:
+        """Lease blocks of a program's arena for inputs; LimitReached when it is full, SessionClosed when not open.
 
         job: the request is a row of a job.
         """
         with self._lock:
             self._check_open()
-            blocks = self.scheduler.try_reserve(sizes, job)
-            self._copied_in_bytes += sum(sizes)
+            blocks = self.scheduler.try_reserve(sizes, job, program)
+            self._programs[program].copied_in_bytes += sum(sizes)
             return blocks
 
-    def reserve_in_turn(self, sizes: Sequence[int], caller: Hashable = "") -> Ticket[list[Block]]:
-        """Queue for blocks of the ingress arena, fair by caller; LimitReached when the queue is full."""
+    def reserve_in_turn(self, program: int, sizes: Sequence[int], caller: Hashable = "") -> Ticket[list[Block]]:
+        """Queue for blocks of a program's arena, fair by caller; LimitReached when the queue is full."""
         with self._lock:
             self._check_open()
-            self.scheduler.check_inputs_fit(sizes)
-            return self._input_queue.enter(lambda: self._try_lease(sizes), caller, max(1, sum(sizes)))
+            self.scheduler.check_inputs_fit(sizes, program)
+            queue = self._programs[program].input_queue
+            ticket = queue.enter(lambda: self._try_lease(program, sizes), caller, max(1, sum(sizes)))
+            if queue.waiting.size:
+                self._input_queues.add(queue)
+            return ticket
 
-    def _try_lease(self, sizes: Sequence[int]) -> list[Block] | None:
-        blocks = self.scheduler.try_lease_inputs(sizes)
-        self._copied_in_bytes += sum(sizes) if blocks is not None else 0
+    def _try_lease(self, program: int, sizes: Sequence[int]) -> list[Block] | None:
+        blocks = self.scheduler.try_lease_inputs(sizes, program=program)
+        if blocks is not None:
+            self._programs[program].copied_in_bytes += sum(sizes)
         return blocks
+
+    def _stir(self) -> None:
+        """Grant memory for inputs to requests that wait for it, where some may have been released."""
+        for queue in list(self._input_queues):
+            queue.stir()
+            if not queue.waiting.size:
+                self._input_queues.discard(queue)
 
     def give_up(self, blocks: Sequence[Block]) -> None:
         """Release blocks of inputs whose request was never submitted."""
         with self._lock:
             self.scheduler.give_up(blocks)
-            self._input_queue.stir()
+            self._stir()
 
     def give_up_keys(self, keys: Sequence[Key]) -> None:
         """Release leases of inputs whose request was never submitted."""
         with self._lock:
             for key in keys:
                 self.scheduler.ledger.release(key)
-            self._input_queue.stir()
+            self._stir()
 
     def submit(self, event: ev.Submitted, listener: Listener, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Submit a request; `listener` receives its commands.
@@ -275,10 +371,11 @@ class Runtime:
             self._listeners.update(listeners)
             self._apply((ev.GroupSubmitted(tuple(rows)),))
 
-    def deliver(self, request: int, copied_bytes: int) -> None:
+    def deliver(self, program: int, request: int, copied_bytes: int) -> None:
         """Release the outputs of a finished request, after `copied_bytes` of them were copied from shared memory."""
         with self._lock:
-            self._copied_out_bytes += copied_bytes
+            if (held := self._programs.get(program)) is not None:
+                held.copied_out_bytes += copied_bytes
             if not self._closing and os.getpid() == self._pid:
                 self._apply((ev.Delivered(request),))
 
@@ -336,8 +433,8 @@ class Runtime:
                 self.fleet.send(command.worker, command.message)
             else:
                 self._actions[type(command)](command)
-        if self._input_queue.waiting.size:
-            self._input_queue.stir()  # any event may have released blocks
+        if self._input_queues:
+            self._stir()  # any event may have released blocks
 
     def _notify(self, command: ev.ForCaller) -> None:
         listener = self._listeners.get(command.request)
@@ -372,17 +469,25 @@ class Runtime:
         if type(message) in OPENING:
             if isinstance(message, msg.Ready):
                 self._process_received()
-                self._opening.note_ready(self.scheduler.all_ready(), self.scheduler.over_commit)
+                for opening in self._openings(worker):
+                    opening.note_ready(worker, self.scheduler.over_commit)
             elif isinstance(message, msg.OpenProgress | msg.OpenFailed):
-                self._opening.note(message)
+                for opening in self._openings(worker):
+                    opening.note(message)
+
+    def _openings(self, worker: int) -> list[Opening]:
+        """Return the openings that wait for a worker."""
+        openings = (program.opening for program in self._programs.values())
+        return [one for one in openings if not one.over and worker in one.workers]
 
     def _on_death(self, death: ev.WorkerDied, name: str) -> None:
-        self._opening.note_death(name, death.how)
+        for opening in self._openings(death.worker):
+            opening.note_death(name, death.how)
         self._received.append(death)
 
     def _log_death(self, command: ev.LogDeath) -> None:
-        then = "the pipeline is not opened" if self._opening.failed is not None else command.then
-        _log.error("%s; then: %s", command.message, then)
+        failed = all(program.opening.failed is not None for program in self._programs.values())
+        _log.error("%s; then: %s", command.message, "the pipeline is not opened" if failed else command.then)
 
     def _process_received(self) -> None:
         """Pass what was read to the scheduler, and what its commands lead to."""
@@ -433,10 +538,10 @@ class Runtime:
             self._run()
         except Exception:
             _log.exception("the runtime failed; the session is closed")
-            self._opening.failed = ("", "the runtime failed; its log has the details")
             with self._lock:
+                for program in self._programs.values():
+                    program.opening.failed = ("", "the runtime failed; its log has the details")
                 self._end_requests(CLOSED)
-            self._opening.end()
         with self._lock:
             self.fleet.dismiss()
         self.fleet.end_workers()  # without the lock: callers must not wait for a node that closes slowly
@@ -446,8 +551,6 @@ class Runtime:
             self._carry_out(self.scheduler.start(self.clock.now_ms()))
             self._process_received()
             self._call_finished()
-            if self.scheduler.all_ready():  # a plan without workers: the scheduler runs every step itself
-                self._opening.end()
         sleep_s = 0.0
         while not self._closing:
             reads = not self._asyncio_reader.active
@@ -457,8 +560,7 @@ class Runtime:
                 raise self._asyncio_error
             with self._lock:
                 sleep_s = self._turn(ready)
-            if self._opening.pending:
-                self._opening.report()
+            if self._reports():
                 sleep_s = 0.0  # the callback may have taken long
 
     def _watch_asyncio_loop(self, sleep_s: float) -> list[tuple[int, int]]:
@@ -475,9 +577,15 @@ class Runtime:
                     if ready or not self._listeners:
                         self._asyncio_reader.stop()
                 sleep_s = self._turn(())
-            if self._opening.pending:
-                self._opening.report()
+            self._reports()
         return ready
+
+    def _reports(self) -> bool:
+        """Report the progress of programs that open; return whether there was some."""
+        openings = [program.opening for program in tuple(self._programs.values()) if program.opening.pending]
+        for opening in openings:
+            opening.report()
+        return bool(openings)
 
     def _read_in_asyncio_loop(self) -> None:
         """Read and process messages in the asyncio loop's thread; an error is raised again in the runtime's thread."""
@@ -495,30 +603,53 @@ class Runtime:
 
     # state
 
-    def pids(self) -> dict[str, int]:
-        """Return the pid of every running worker by name."""
+    def pids(self, program: int) -> dict[str, int]:
+        """Return the pid of every running worker of a program by name."""
         with self._lock:
-            return self.fleet.pids()
+            names = self._worker_names(program)
+            return {name: pid for name, pid in self.fleet.pids().items() if name in names}
 
-    def health(self) -> Health:
-        """Return for every step whether it is ready, and why not."""
-        silence_max_ms = self.plan.limits.silence_max_ms
+    def health(self, program: int) -> Health:
+        """Return for every step of a program whether it is ready, and why not."""
+        held = self._programs.get(program)
         try:
             self._check_open()
+            if held is None:
+                raise SessionClosed("the session is not open")
         except SessionClosed as error:
-            return judge(dict.fromkeys((step.name for step in self.plan.steps), False), silence_max_ms, str(error))
+            plan = held.plan if held is not None else self.plan
+            return judge(dict.fromkeys((step.name for step in plan.steps), False), math.inf, str(error))
         with self._lock:
-            asleep = self.scheduler.asleep_steps()
-            sharing = self.scheduler.device_sharing().items()
-        on_host = tuple(worker for worker, how in sharing if how["share_mode"] == "host")
-        return judge(self._steps_ready(), silence_max_ms, "", asleep, on_host)
+            resting = set(self.scheduler.asleep_steps())
+            asleep = tuple(name for name, one in held.steps.items() if self.plan.steps[one].name in resting)
+            sharing, names = self.scheduler.device_sharing().items(), self._worker_names(program)
+        on_host = tuple(worker for worker, how in sharing if how["share_mode"] == "host" and worker in names)
+        return judge(self._steps_ready(program), self.plan.limits.silence_max_ms, "", asleep, on_host)
 
-    def _steps_ready(self) -> dict[str, bool]:
+    def _steps_ready(self, program: int) -> dict[str, bool]:
+        held = self._programs[program]
         with self._lock:
-            return dict(self.scheduler.health(self.clock.now_ms()))
+            ready = self.scheduler.health(self.clock.now_ms())
+        at = held.steps
+        return {
+            step.name: step.name not in at or ready[self.plan.steps[at[step.name]].name] for step in held.plan.steps
+        }
 
-    def stats(self) -> Mapping[str, Any]:
-        """Return a snapshot: counters, ledger, queues, and bytes copied in, between workers and out."""
+    def _worker_names(self, program: int) -> set[str]:
+        held = self._programs.get(program)
+        steps = [self.plan.steps[deployment] for deployment in held.steps.values()] if held is not None else []
+        return {self.plan.workers[worker].name for step in steps for worker in step.workers}
+
+    def stats(self, program: int) -> Mapping[str, Any]:
+        """Return a snapshot: counters, ledger, queues, and bytes copied in, between workers and out.
+
+        SessionClosed: the program has ended.
+        """
         with self._lock:
-            seen = snapshot(self.scheduler, self._copied_in_bytes, self._copied_out_bytes)
-        return {**seen, "output_dropped_bytes": self.fleet.output.dropped_bytes()}
+            held = self._programs.get(program)
+            if held is None:
+                raise SessionClosed("the session is not open")
+            seen = snapshot(self.scheduler, program, held, self._worker_names(program))
+            dropped = self.fleet.output.dropped_bytes()
+        own = {name: self.plan.steps[deployment].name for name, deployment in held.steps.items()}
+        return {**seen, "output_dropped_bytes": {name: dropped[of] for name, of in own.items() if of in dropped}}

@@ -1,14 +1,21 @@
-"""Progress and outcome of opening one plan: reports to a callback, the first failure, and the end of the wait."""
+"""Programs in the event loop: their opening, the queue for their inputs' memory, and what they have copied.
+
+The scheduler decides about a program; the event loop waits here for its workers to be ready, and keeps the requests
+that wait for room in its arena.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from weftline.engine.protocol import messages as msg
+from weftline.engine.runtime.byte_budget import WaitQueue
 from weftline.errors import ModelError, RemoteTraceback
+from weftline.pipelines.placement.plan import Plan
+from weftline.shm.block import Block
 
 _log = logging.getLogger("weftline.runtime")
 
@@ -22,25 +29,60 @@ OPENING = frozenset({msg.OpenProgress, msg.OpenFailed, msg.Ready})
 """Messages about the opening of steps."""
 
 
+class RunningProgram:
+    """A program in the event loop.
+
+    deployments:  by step, as in OpenProgram.
+    opening:      of its workers.
+    input_queue:  requests that wait for memory for their inputs.
+    copied_in_bytes, copied_out_bytes: copied into its arena, and out of shared memory to its callers.
+    """
+
+    def __init__(
+        self, plan: Plan, deployments: Sequence[int], opening: Opening, input_queue: WaitQueue[list[Block]]
+    ) -> None:
+        self.plan = plan
+        self.deployments = tuple(deployments)
+        self.opening = opening
+        self.input_queue = input_queue
+        self.copied_in_bytes = 0
+        self.copied_out_bytes = 0
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The deployment of each step that has one, by name."""
+        return {
+            step.name: deployment
+            for step, deployment in zip(self.plan.steps, self.deployments, strict=True)
+            if deployment >= 0 and not step.control
+        }
+
+
 class Opening:
-    """Progress and outcome of opening one plan.
+    """Progress and outcome of opening what a program uses.
 
-    It is open once every worker has been ready; the first failure is the one that is raised. All methods but `report`
-    and `wait` are called under the lock.
+    It is open once each of its workers has been ready; the first failure is the one that is raised. All methods but
+    `report` and `wait` are called under the lock.
 
+    workers:   that it waits for.
+    steps:     names of the program's steps by the name of their deployment.
     failed:    the step, '' where it is unknown, and why it cannot be opened; None: no failure so far.
     traceback: of the exception that the step's code raised; '' where there is none.
     pending:   `report` has something to do.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, workers: Collection[int], steps: Mapping[str, Sequence[str]], progress: Progress | None) -> None:
         self.failed: tuple[str, str] | None = None
         self.traceback = ""
         self.pending = False
+        self.workers = frozenset(workers)
+        self._steps = steps
         self._progress = progress
-        self._reports: deque[msg.OpenProgress] = deque(maxlen=REPORTS_MAX)
-        self._all_ready = False
+        self._reports: deque[tuple[str, str, float]] = deque(maxlen=REPORTS_MAX)
+        self._awaited = set(workers)
         self._over = threading.Event()
+        if not workers:
+            self._over.set()
 
     @property
     def over(self) -> bool:
@@ -56,23 +98,24 @@ class Opening:
         self._over.set()
 
     def note(self, message: msg.OpenProgress | msg.OpenFailed) -> None:
-        """Record a worker's progress or failure."""
+        """Record progress or a failure of one of the workers."""
+        steps = self._steps.get(message.step, ())
         if isinstance(message, msg.OpenProgress):
-            self._reports.append(message)
+            self._reports.extend((step, message.phrase, message.fraction) for step in steps)
             self.pending = True
         elif not self.over and self.failed is None:
-            self.failed = (message.step, message.failure.message)
+            self.failed = (steps[0] if steps else message.step, message.failure.message)
             self.traceback = message.failure.traceback
 
-    def note_ready(self, all_ready: bool, over_commit: str) -> None:
+    def note_ready(self, worker: int, over_commit: str) -> None:
         """Record that a worker is ready. over_commit: why measured GPU memory does not suffice; '' when it does."""
-        self._all_ready = self._all_ready or all_ready
+        self._awaited.discard(worker)
         self.pending = True
-        if self._all_ready and not self.over and self.failed is None and over_commit:
+        if not self._awaited and not self.over and self.failed is None and over_commit:
             self.failed = ("", over_commit)
 
     def note_death(self, name: str, how: str) -> None:
-        """Record a worker's death, which fails the opening while it goes on."""
+        """Record the death of one of the workers, which fails the opening while it goes on."""
         if not self.over and self.failed is None:
             self.failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
         if self.failed is not None:
@@ -95,13 +138,13 @@ class Opening:
         """
         self.pending = False
         while self._reports:
-            message = self._reports.popleft()
+            report = self._reports.popleft()
             if self._progress is None:
                 continue
             try:
-                self._progress(message.step, message.phrase, message.fraction)
+                self._progress(*report)
             except Exception:
                 _log.exception("the progress callback failed; it is not called again")
                 self._progress = None
-        if self._all_ready and not self.over:
+        if not self._awaited and not self.over:
             self._over.set()

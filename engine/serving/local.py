@@ -202,6 +202,8 @@ class LocalBackend:
         def load() -> dict[str, int]:
             versions = {}
             for name, version in self._repository.load_together(models, progress=self._progress_of):
+                if isinstance(version, WeftlineError):
+                    raise version
                 _log.info("model %s: version %d serves", name, version)
                 versions[name] = version
             return versions

@@ -20,7 +20,7 @@ from typing import Any
 from weftline.fields import classes
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import CheckedStep
-from weftline.pipelines.check.options import load_options
+from weftline.pipelines.check.options import to_options
 from weftline.pipelines.placement.bare_plan import OWN_NODES, BarePlan
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Step
@@ -81,7 +81,7 @@ def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: M
     base_dir = step.base_dir.absolute() if step.base_dir is not None else base_dir
     parts = {name: getattr(one.step, name) for name in _loaded(Step)}
     parts |= {name: getattr(step, name) for name in _loaded(PlannedStep) if name not in _PLACED}
-    parts["options"] = load_options(one.node, one.config)
+    parts["options"] = to_options(one.config)
     parts["base_dir"] = base_dir
     parts["finite"] = step.finite
     parts["variables"] = {name: environment.get(name) for name in step.variables}

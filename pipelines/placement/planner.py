@@ -208,7 +208,7 @@ class _Joint:
 
     def _steps(self) -> list[Step]:
         """Return a step for each deployment, in the order of the files: that of its first user."""
-        found = {}
+        found: dict[int, Step] = {}
         for at, member in enumerate(self._members):
             for step in member.bare.checked.pipeline.steps:
                 index = self._of.get(User(at, step.name))
@@ -229,8 +229,8 @@ class _Joint:
             known = [self._profiled[user.pipeline].steps.get(user.step) for user in one.users]
             if needs := [need for need in known if need is not None]:
                 steps[one.name] = merged(needs)
-        for needs in self._profiled:
-            contexts |= {at: max(bytes, contexts.get(at, 0)) for at, bytes in needs.context_bytes.items()}
+        for own in self._profiled:
+            contexts |= {at: max(bytes, contexts.get(at, 0)) for at, bytes in own.context_bytes.items()}
         return Needs(steps, contexts)
 
     def _edges(self) -> frozenset[tuple[str, str]]:

@@ -11,6 +11,7 @@ and the others are planned without it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -75,6 +76,20 @@ class SharedPlan:
     programs: Mapping[str, PlannedProgram]
     refused: Mapping[str, PipelineError]
     stated: tuple[tuple[GpuPolicy, Limits], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, plan: Plan) -> SharedPlan:
+        """Return a plan as the only program over its own steps."""
+        program = PlannedProgram(plan, tuple(range(len(plan.steps))))
+        return cls(plan, (LoadKey((), shares=False),) * len(plan.steps), {plan.name: program}, {})
+
+    def with_plan(self, plan: Plan) -> SharedPlan:
+        """Return this with other budgets, those of `plan`."""
+        programs = {
+            name: dataclasses.replace(one, plan=dataclasses.replace(one.plan, budgets=plan.budgets))
+            for name, one in self.programs.items()
+        }
+        return dataclasses.replace(self, plan=plan, programs=programs)
 
 
 def groups_of(pipelines: Mapping[str, Pipeline]) -> tuple[tuple[str, ...], ...]:
@@ -164,7 +179,8 @@ def _can_run(bare: BarePlan, plan: Plan, shared: SharedPlan, indexes: Sequence[i
         if any(where == "device" and step.device_outputs.get(port) != where for port, where in given.items()):
             return False
         arenas = [shared.plan.workers[worker].arena_bytes for worker in step.workers]
-        if (light_bytes(bare.checked, step) or 0) > min(arenas, default=0):
+        needs = min(light_bytes(bare.checked, step) or 0, plan.limits.arena_bytes)
+        if needs > min(arenas, default=0):
             return False
     return True
 

@@ -346,27 +346,21 @@ def test_a_version_that_cannot_even_be_made_gives_back_what_it_had_claimed(
     gpus = GpuReservations()
     gpus.reservation("other", 1).reserve(planned(make(10))[0])
     pipeline = load(make(60), TWO)
-    opened, reloaded = (pipeline.session(gpus=gpus) for _ in range(2))
+    opened = pipeline.session(gpus=gpus)
 
     def fails(*arguments: object) -> None:
         raise RuntimeError("no version")
 
     monkeypatch.setattr(versions, "Version", fails)
-    for begin in (opened.open, lambda: reloaded.reload(pipeline)):
-        with pytest.raises(RuntimeError, match="no version"):
-            begin()
-        assert gpus.reserved_bytes == {"fake:0": 10 * MIB}
+    with pytest.raises(RuntimeError, match="no version"):
+        opened.open()
+    assert gpus.reserved_bytes == {"fake:0": 10 * MIB}
 
 
 def test_threads_that_open_a_session_at_once_start_it_once(make: Callable[..., Builder]) -> None:
-    gpus, (plan, again), both = GpuReservations(), planned(make(60)), threading.Barrier(2)
+    gpus, (plan, _) = GpuReservations(), planned(make(60))
     gpus.reservation("other", 1).reserve(plan)
-
-    def meanwhile(machine: Machine) -> Plan:
-        both.wait(20)
-        return again(machine)
-
-    session, ended = Session(plan, None, TWO, again=meanwhile, gpus=gpus), list[str]()
+    session, ended = load(make(60), TWO).session(gpus=gpus), list[str]()
 
     def begin() -> None:
         try:
@@ -501,7 +495,7 @@ def test_a_process_has_one_object_that_lives_while_it_is_used(make: Callable[...
     assert GpuReservations.of_process() is gpus
     repository, session = Repository(), load(make(60), ONE).session()
     assert repository._gpus is gpus
-    session.hold.reserve(session.plan)
+    session.open()
     assert gpus.reserved_bytes == {"fake:0": 60 * MIB}
     session.close()
     repository.close()

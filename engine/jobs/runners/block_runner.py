@@ -32,6 +32,7 @@ from weftline.engine.jobs.runners.plans import (
     row_inputs,
 )
 from weftline.engine.jobs.runners.rows_node import BlockOutcome
+from weftline.engine.planned_pipeline import PlannedPipeline
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.result import owned
 from weftline.engine.runtime.opening import Progress
@@ -46,6 +47,7 @@ from weftline.errors import (
     WorkerDied,
 )
 from weftline.pipelines.placement.place import Machine
+from weftline.pipelines.placement.sharing import SharedPlan
 from weftline.shm.spec import TensorSpec
 
 DECODERS = 4
@@ -102,12 +104,11 @@ class BlockRunner:
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="weftline-decode")
         self._executor = ThreadPoolExecutor(self.ahead, thread_name_prefix="weftline-blocks")
         self._packer = Packer(plan, self._decoders)
-        self._session = Session(
-            self._blocked.plan,
-            progress,
-            machine,
-            again=lambda there: block_plan(plan_of(pipeline, there), outputs, self.block_rows).plan,
-        )
+
+        def again(there: Machine) -> SharedPlan:
+            return SharedPlan.of(block_plan(plan_of(pipeline, there), outputs, self.block_rows).plan)
+
+        self._session = Session(PlannedPipeline(self._blocked.plan, again=again), progress, machine)
         self._session.open()
 
     @property

@@ -12,6 +12,7 @@ from weftline.engine.jobs.runners.plans import block_rows_of, check_outputs, fin
 from weftline.engine.jobs.runners.session_runner import ROWS, SessionRunner
 from weftline.engine.jobs.spec import PART_ROWS
 from weftline.engine.machine import this_machine
+from weftline.engine.planned_pipeline import PlannedPipeline
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.session import Session
 from weftline.errors import PipelineError, Problem
@@ -19,6 +20,7 @@ from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.placement.sharing import SharedPlan
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
 from weftline.pipelines.spec.policy import Slo
@@ -99,12 +101,11 @@ def _row_by_row(
     progress: Progress | None,
     machine: Machine | None,
 ) -> JobRunner:
-    session = Session(
-        for_jobs(plan, block_rows),
-        progress,
-        machine,
-        again=lambda there: for_jobs(make_plan(pipeline, there, profile=profile_beside(pipeline)), block_rows),
-    )
+
+    def again(there: Machine) -> SharedPlan:
+        return SharedPlan.of(for_jobs(make_plan(pipeline, there, profile=profile_beside(pipeline)), block_rows))
+
+    session = Session(PlannedPipeline(for_jobs(plan, block_rows), again=again), progress, machine)
     session.open()
     return SessionRunner(session, outputs=outputs, shared=False, seed=seed, block_rows=block_rows, own=True)
 

@@ -1,9 +1,11 @@
-"""Progress and outcome of opening a plan."""
+"""Progress and outcome of opening what a program uses."""
 
 from __future__ import annotations
 
 from weftline.engine.protocol import messages as msg
 from weftline.engine.runtime.opening import REPORTS_MAX, Opening
+
+STEPS = {"s": ["s"], "detect": ["detect"], "read": ["read"]}
 
 
 def refused(step: str, why: str) -> msg.OpenFailed:
@@ -12,16 +14,16 @@ def refused(step: str, why: str) -> msg.OpenFailed:
 
 def test_progress_is_reported_first_and_completion_last() -> None:
     reported: list[tuple[str, bool]] = []
-    opening = Opening(lambda step, phrase, fraction: reported.append((phrase, opening.over)))
+    opening = Opening((0, 1), STEPS, lambda step, phrase, fraction: reported.append((phrase, opening.over)))
     for place in range(REPORTS_MAX + 2):
         opening.note(msg.OpenProgress("s", str(place), 0.0))
-    opening.note_ready(False, "")
+    opening.note_ready(0, "")
     opening.report()
     assert (
         not opening.over and reported[0] == ("2", False) and len(reported) == REPORTS_MAX
     )  # of a flood, the last ones
     opening.note(msg.OpenProgress("s", "warm", 1.0))
-    opening.note_ready(True, "")
+    opening.note_ready(1, "")
     opening.report()
     assert reported[-1] == ("warm", False) and opening.over and opening.error() is None
 
@@ -33,7 +35,7 @@ def test_a_callback_that_fails_is_not_called_again() -> None:
         calls.append(phrase)
         raise ValueError(phrase)
 
-    opening = Opening(fails)
+    opening = Opening((0,), STEPS, fails)
     for phrase in "ab":
         opening.note(msg.OpenProgress("s", phrase, 0.0))
     opening.report()
@@ -41,7 +43,7 @@ def test_a_callback_that_fails_is_not_called_again() -> None:
 
 
 def test_the_first_reason_is_reported_once_the_worker_has_ended() -> None:
-    opening = Opening(None)
+    opening = Opening((0,), STEPS, None)
     opening.note(refused("detect", "no such model"))
     opening.note(refused("read", "no such file"))
     assert not opening.over  # it says so itself, and then it ends
@@ -50,11 +52,11 @@ def test_the_first_reason_is_reported_once_the_worker_has_ended() -> None:
 
 
 def test_a_death_is_a_reason_only_while_it_opens() -> None:
-    opening = Opening(None)
+    opening = Opening((0,), STEPS, None)
     opening.note_death("w", "killed")
     assert opening.over and str(opening.error()).startswith("worker w ended while opening: killed; ")
-    opened = Opening(None)
-    opened.note_ready(True, "")
+    opened = Opening((0,), STEPS, None)
+    opened.note_ready(0, "")
     opened.report()
     opened.note_death("w", "killed")
     opened.note(refused("s", "too late to matter"))
@@ -62,11 +64,24 @@ def test_a_death_is_a_reason_only_while_it_opens() -> None:
 
 
 def test_too_much_measured_memory_fails_the_open_and_nothing_later() -> None:
-    opening = Opening(None)
-    opening.note_ready(True, "too much")
+    opening = Opening((0,), STEPS, None)
+    opening.note_ready(0, "too much")
     assert str(opening.error()) == "too much"
-    opened = Opening(None)
-    opened.note_ready(True, "")
+    opened = Opening((0,), STEPS, None)
+    opened.note_ready(0, "")
     opened.report()
-    opened.note_ready(True, "too much")
+    opened.note_ready(0, "too much")
     assert opened.error() is None
+
+
+def test_a_shared_step_is_reported_by_each_name_that_a_program_has_for_it() -> None:
+    reported: list[str] = []
+    opening = Opening((0,), {"answer": ["rewrite", "reply"]}, lambda step, phrase, fraction: reported.append(step))
+    opening.note(msg.OpenProgress("answer", "warm", 1.0))
+    opening.note(msg.OpenProgress("another program's", "warm", 1.0))
+    opening.report()
+    assert reported == ["rewrite", "reply"]
+
+
+def test_a_program_without_workers_is_open_at_once() -> None:
+    assert Opening((), {}, None).over
