@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weftline.errors import ModelError, Problem
+from weftline.fields import classes, plain
 from weftline.nodes.ports import Ports, PortType
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.shm.device.names import torch_device
@@ -230,6 +231,7 @@ class Node(ABC):
     mutates_inputs: the node writes into its input arrays, so that it receives private copies.
     batch_default:  (items_max, wait_max_ms) of a step without `batch:`; wait_max_ms in milliseconds.
     idempotent:     a second run for the same item does no harm; `idempotent:` of a step overrides it.
+    user_code:      the node runs Python code that the user names, so that its steps share it only with `share: true`.
     stateful:       the node keeps state between the requests of a sequence; see `Batch.urgency` and `end_sequence`.
     other_options:  options that only another engine of this node has, with that engine, for the message of `check`.
     """
@@ -240,6 +242,7 @@ class Node(ABC):
     mutates_inputs: ClassVar[bool] = False
     batch_default: ClassVar[tuple[int, float]] = (1, 0.0)
     idempotent: ClassVar[bool] = True
+    user_code: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
     other_options: ClassVar[Mapping[str, str]] = {}
 
@@ -282,6 +285,19 @@ class Node(ABC):
         set; no other process does.
         """
         return ()
+
+    @classmethod
+    def files(cls, config: Any, step: StepContext) -> Sequence[Path]:
+        """Return the files that `open` reads, and folders of them; only `step.base_dir` is set.
+
+        Steps share a node only while these are the same files, and a step whose files changed since it was planned does
+        not open. By default, what its options name: files and folders relative to the pipeline's folder, models that
+        `weftline fetch` has pinned, and hub models in the cache. Leave out what the node writes to.
+        """
+        from weftline.nodes.declared_files import named_paths
+
+        loaded = (name for name, of in classes(cls.Config).items() if of is None or of.part == "load")
+        return named_paths({name: plain(getattr(config, name)) for name in loaded}, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: Any, step: StepContext) -> Sequence[str]:

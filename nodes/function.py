@@ -100,6 +100,7 @@ class Function(BatchNode):
     """Calls a user's Python function."""
 
     Config: ClassVar[type[Any]] = FunctionConfig
+    user_code: ClassVar[bool] = True
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
 
     _call: Callable[..., Any]

@@ -204,13 +204,13 @@ def find_folder(model: str, base_dir: Path) -> Path | None:
     if is_path(model, base_dir):
         fix = "paths are relative to the pipeline file"
         raise ConfigError("model", f"there is no folder {model}", "a folder with config.json, or a hub name", fix)
-    folder = _cached_snapshot(model) if "\0" not in model else None
+    folder = cached_snapshot(model) if "\0" not in model else None
     if folder is not None:
         check_entries(folder, model)
     return folder
 
 
-def _cached_snapshot(model: str) -> Path | None:
+def cached_snapshot(model: str) -> Path | None:
     """Return the folder of a hub model in huggingface_hub's cache: the revision that was fetched last as `main`."""
     cached = _hub_cache() / f"models--{model.replace('/', '--')}"
     try:

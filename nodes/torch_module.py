@@ -36,6 +36,7 @@ from weftline.node import (
 )
 from weftline.nodes.contract import model_error
 from weftline.nodes.cuda_graphs import TorchGraphs, check_graphs, graph_sizes, graphs_or_none
+from weftline.nodes.declared_files import named_paths
 from weftline.nodes.device_tensors import offload, stacked_group
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import (
@@ -91,6 +92,7 @@ class TorchModule(BatchNode):
     Config: ClassVar[type[Any]] = TorchConfig
     extra: ClassVar[str] = "torch"
     heavy: ClassVar[bool] = True
+    user_code: ClassVar[bool] = True
     batch_default: ClassVar[tuple[int, float]] = (8, 1.0)
 
     _module: Any = None
@@ -123,6 +125,10 @@ class TorchModule(BatchNode):
     @classmethod
     def model_bytes(cls, config: TorchConfig, step: StepContext) -> int:
         return sum(stored_bytes(one, step.base_dir) for one in (config.model, config.weights) if one)
+
+    @classmethod
+    def files(cls, config: TorchConfig, step: StepContext) -> list[Path]:
+        return [path for one in (config.model, config.weights) for path in named_paths(one, step.base_dir)]
 
     def open(self, context: OpenContext) -> None:
         try:

@@ -60,4 +60,5 @@ def _step_to_open(index: int, step: PlannedStep, worker: int, thread: int, plan:
         reserve_bytes=reserve_of(budget) if budget is not None else 0,
         kv_most_bytes=kv_most(plan, step, device),
         thread=thread,
+        files=step.files,
     )

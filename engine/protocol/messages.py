@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 
 from weftline.errors import BY_NAME
+from weftline.nodes.declared_files import FileIdentity
 from weftline.pipelines.spec.policy import BatchPolicy, CallPolicy
 from weftline.shm.block import Block, Key, Place
 
@@ -169,6 +170,7 @@ class StepToOpen(msgspec.Struct, frozen=True):
     memory_limit_bytes:   limit on its device memory, for a step that uses the remaining memory; 0: as its options set.
     reserve_bytes: device memory that such a step must leave free.
     kv_most_bytes: limit on its KV memory at run time, where steps share it; 0: the size at start.
+    files:        state of the files that it loads, which is compared whenever its node opens or wakes.
     thread:       the worker thread that runs it, from 1; 0: the worker has one thread for all of its steps.
     """
 
@@ -192,6 +194,7 @@ class StepToOpen(msgspec.Struct, frozen=True):
     reserve_bytes: int = 0
     kv_most_bytes: int = 0
     thread: int = 0
+    files: tuple[FileIdentity, ...] = ()
 
 
 class OpenSteps(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -21,6 +21,7 @@ from weftline.engine.worker.faults import failure, free_caches
 from weftline.engine.worker.memory_profile import DeviceMemoryMeter
 from weftline.errors import StepError
 from weftline.nodes.contract import Batch, BatchNode, Node, Outputs, Piece, StreamNode
+from weftline.nodes.declared_files import check_unchanged
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.shm.device.driver import DeviceLost
 
@@ -175,6 +176,7 @@ class SleepController:
         node = sleeper.node
         if node is None:
             return self._reopen(step)
+        check_unchanged(step.name, step.files)
         with self._device.use_stream(step):
             node.wake()
         self._device.synchronize()  # as after opening

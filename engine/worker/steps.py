@@ -49,6 +49,7 @@ from weftline.engine.worker.threads import Answer, StepThread
 from weftline.errors import StepError
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import BatchNode, DeviceMemoryLimit, Node, OpenContext, StreamNode
+from weftline.nodes.declared_files import check_unchanged
 from weftline.nodes.model_store import verify
 from weftline.pipelines.check.options import to_config
 from weftline.shm.device.driver import DeviceLost
@@ -264,6 +265,7 @@ class Opener:
         node_class = resolve(step.node, base_dir)
         node = node_class(to_config(node_class, step.options))
         context_stream = 0 if is_fake(step.device) else stream
+        check_unchanged(step.name, step.files)
         verify(step.options, base_dir, progress)
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)

@@ -35,6 +35,7 @@ def check_behaviour(checked: Checked, report: Report) -> None:
         _check_sequence(one, report)
         _check_idle(one, report)
         _check_finite(one, report)
+        _check_share(one, report)
         _check_instances(one.step, report)
         if one.step.batch is not None:
             _check_batch(one, one.step.batch, checked, report)
@@ -80,6 +81,12 @@ def _check_idle(one: CheckedStep, report: Report) -> None:
     if one.step.idle is not None and _keeps_state(one):
         found = f"{one.step.node} keeps state between requests, which sleep would lose"
         report.add(f"steps.{one.step.name}.idle", found, fix="remove it")
+
+
+def _check_share(one: CheckedStep, report: Report) -> None:
+    if one.step.share and _keeps_state(one):
+        found = f"{one.step.node} keeps state between requests, which no other step may see"
+        report.add(f"steps.{one.step.name}.share", found, fix="remove it")
 
 
 def _check_instances(step: Step, report: Report) -> None:

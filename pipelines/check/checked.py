@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from weftline.errors import Problem
@@ -186,6 +187,8 @@ class CheckedStep:
     """A step with its node class, the dotted path to it, its Config and its ports.
 
     device_ports: ports in `Node.device_ports`.
+    files:        as in `Node.files`, with the sources of user code; none of user code that shares nothing and declares
+                  none.
     """
 
     step: Step
@@ -194,11 +197,17 @@ class CheckedStep:
     config: Any
     ports: Ports
     device_ports: frozenset[str] = frozenset()
+    files: tuple[Path, ...] = ()
 
     @property
     def control(self) -> str:
         """Control decision of the scheduler for this step; '' for a step that a worker runs."""
         return self.node.control if issubclass(self.node, Control) else ""
+
+    @property
+    def user_code(self) -> bool:
+        """Return whether it runs Python code of the user."""
+        return self.node.user_code or not self.node.__module__.startswith("weftline.")
 
     def takes(self, port: str) -> PortType | None:
         """Return the type that an input reads from its wire: under `map:`, a list; None for an unknown port."""

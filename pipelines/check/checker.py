@@ -6,15 +6,20 @@ returns the node, options, ports and types of each step, from which a plan is ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from weftline.errors import ModelError, Problem
+from weftline.fields import plain
 from weftline.nodes.catalog import CATALOG, resolve, with_engine
 from weftline.nodes.contract import ConfigError, Node, StepContext
+from weftline.nodes.declared_files import texts_of
 from weftline.nodes.ports import Port, Ports, PortType
+from weftline.nodes.user_code import locate
 from weftline.pipelines.check.behaviour import check_behaviour, check_fallbacks
 from weftline.pipelines.check.checked import Checked, CheckedStep, Sizes, loose, mismatch
 from weftline.pipelines.check.control import check_conditions, may_lack
@@ -136,7 +141,10 @@ def _check_step(step: Step, checked: Checked, catalog: Mapping[str, str], report
             if ports:
                 on_device, wrong = _device_ports(node, config, ports, path)
                 report.take(wrong)
-                return CheckedStep(step, node, reference, config, ports, on_device)
+                found = CheckedStep(step, node, reference, config, ports, on_device)
+                files, wrong = _files(found, base_dir, path)
+                report.take(wrong)
+                return dataclasses.replace(found, files=files)
         if attempt == 1:  # problems of the second attempt only follow from omitted options
             report.take(one for one in problems if not report.holds(one.path))
         # Without the invalid options its ports may still be known, so that its wires are checked.
@@ -194,6 +202,23 @@ def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tup
         found = f"{node.__name__}.device_ports names {', '.join(unknown)}"
         return frozenset(), [Problem(path, found, f"its ports: {listed(known)}", did_you_mean(unknown[0], known))]
     return on_device, []
+
+
+def _files(one: CheckedStep, base_dir: Path, path: str) -> tuple[tuple[Path, ...], list[Problem]]:
+    """Return the files and folders that a step loads, or an error.
+
+    User code may write to what its options name. It declares files only where it says which, or shares.
+    """
+    if one.user_code and not one.step.share and one.node.files.__func__ is Node.files.__func__:  # type: ignore[attr-defined]
+        return (), []
+    try:
+        files = [Path(file) for file in one.node.files(one.config, StepContext(base_dir))]
+    except Exception as error:  # an error in a user's node is a problem of the pipeline, not of the check
+        return (), [Problem(path, f"{one.node.__name__}.files failed: {type(error).__name__}: {error}")]
+    for text in (one.reference, *texts_of(plain(one.config))) if one.user_code else ():
+        with contextlib.suppress(ConfigError):
+            files.append(locate(text, base_dir, "").path)
+    return tuple(files), []
 
 
 def types_of(step: Step, checked: Checked) -> dict[str, PortType]:

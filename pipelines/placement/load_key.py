@@ -18,10 +18,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from weftline.fields import classes
+from weftline.nodes.declared_files import local_path
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import CheckedStep
 from weftline.pipelines.check.options import to_options
-from weftline.pipelines.placement.bare_plan import OWN_NODES, BarePlan
+from weftline.pipelines.placement.bare_plan import BarePlan
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Step
 
@@ -81,18 +82,25 @@ def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: M
     base_dir = step.base_dir.absolute() if step.base_dir is not None else base_dir
     parts = {name: getattr(one.step, name) for name in _loaded(Step)}
     parts |= {name: getattr(step, name) for name in _loaded(PlannedStep) if name not in _PLACED}
-    parts["options"] = to_options(one.config)
-    parts["base_dir"] = base_dir
+    options = to_options(one.config)  # with request options, until these travel with the items
+    parts["options"] = options if one.user_code else _resolved(options, base_dir)
+    parts["base_dir"] = base_dir if one.user_code else None
     parts["finite"] = step.finite
     parts["variables"] = {name: environment.get(name) for name in step.variables}
     del parts["worker"]
     digests = tuple((name, _digest(_plain(value))) for name, value in sorted(parts.items()))
-    return LoadKey(digests, shares=not is_user_code(one) and step.sequence is None)
+    wanted = one.step.share if one.step.share is not None else not one.user_code
+    return LoadKey(digests, shares=wanted and step.sequence is None)
 
 
-def is_user_code(one: CheckedStep) -> bool:
-    """Return whether a step runs Python code of the user."""
-    return not one.node.__module__.startswith((OWN_NODES, "weftline.engine."))
+def _resolved(value: Any, base_dir: Path) -> Any:
+    """Return an option's value with the paths of files and folders that it names: those of two folders are equal."""
+    if isinstance(value, str):
+        path = local_path(value, base_dir)
+        return value if path is None else {"path": str(path)}
+    if isinstance(value, Mapping):
+        return {key: _resolved(one, base_dir) for key, one in value.items()}
+    return [_resolved(one, base_dir) for one in value] if isinstance(value, list) else value
 
 
 def _loaded(of: type[Any]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from weftline.fields import DERIVED, GRAPH, LOAD, RESOURCE, SCHEDULE
 from weftline.nodes.audio import WORKING_BYTES as AUDIO_WORKING_BYTES
+from weftline.nodes.declared_files import FileIdentity
 from weftline.nodes.image import WORKING_BYTES_LEAST, WORKING_BYTES_PER_PIXEL
 from weftline.nodes.ports import AUDIO_HZ, Port, PortType
 from weftline.pipelines.spec.graph import Input, StepPolicy
@@ -33,7 +34,7 @@ class PlannedInput:
     wire: Annotated[Wire, GRAPH]
     type: Annotated[PortType, LOAD]
     optional: Annotated[bool, GRAPH] = False
-    pieces: Annotated[bool, SCHEDULE] = False
+    pieces: Annotated[bool, RESOURCE] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class PlannedStep(StepPolicy):
     device_bytes: device memory of one instance, stated or measured; 0: not known.
     fills_memory: its node can use the remainder of a GPU when it opens.
     variables:  further environment variables that its processes inherit.
+    files:      state of the files that it loads; workers compare it whenever they open or wake the node.
     """
 
     name: Annotated[str, GRAPH]
@@ -73,7 +75,7 @@ class PlannedStep(StepPolicy):
     outputs: Annotated[tuple[Port, ...], LOAD]
     readers: Annotated[Mapping[str, int], DERIVED]
     batch: Annotated[BatchPolicy, LOAD]
-    streams: Annotated[bool, DERIVED]
+    streams: Annotated[bool, RESOURCE]
     mutates_inputs: Annotated[bool, DERIVED]
     heavy: Annotated[bool, DERIVED]
     device: Annotated[str, RESOURCE]
@@ -94,6 +96,7 @@ class PlannedStep(StepPolicy):
     device_bytes: Annotated[int, RESOURCE] = 0
     fills_memory: Annotated[bool, DERIVED] = False
     variables: Annotated[tuple[str, ...], RESOURCE] = ()
+    files: Annotated[tuple[FileIdentity, ...], RESOURCE] = ()
 
 
 @dataclass(frozen=True, slots=True)

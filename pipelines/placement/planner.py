@@ -200,7 +200,8 @@ class _Joint:
 
     def _bare(self, pipeline: int) -> Plan:
         plan = self._members[pipeline].bare.plan
-        assert plan is not None
+        if plan is None:
+            raise ValueError(f"pipeline {self._members[pipeline].name} has problems, and so no plan")
         return plan
 
     def _name(self, pipeline: int, step: str) -> str:
@@ -229,8 +230,8 @@ class _Joint:
             known = [self._profiled[user.pipeline].steps.get(user.step) for user in one.users]
             if needs := [need for need in known if need is not None]:
                 steps[one.name] = merged(needs)
-        for own in self._profiled:
-            contexts |= {at: max(bytes, contexts.get(at, 0)) for at, bytes in own.context_bytes.items()}
+        for profiled in self._profiled:
+            contexts |= {at: max(bytes, contexts.get(at, 0)) for at, bytes in profiled.context_bytes.items()}
         return Needs(steps, contexts)
 
     def _edges(self) -> frozenset[tuple[str, str]]:
@@ -331,7 +332,8 @@ def over_deployments(bare: BarePlan, plan: Plan, loaded: Plan, indexes: Sequence
         step if at < 0 else _over(step, loaded.steps[at], checked[step.name])
         for step, at in zip(plan.steps, indexes, strict=True)
     ]
-    return dataclasses.replace(plan, steps=tuple(steps), workers=loaded.workers, chains=chains(steps, plan.inputs))
+    found = (chain for chain in chains(steps, plan.inputs) if len({indexes[at] for at in chain}) == len(chain))
+    return dataclasses.replace(plan, steps=tuple(steps), workers=loaded.workers, chains=tuple(found))
 
 
 def _over(step: PlannedStep, deployment: PlannedStep, one: CheckedStep) -> PlannedStep:

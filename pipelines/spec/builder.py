@@ -113,6 +113,7 @@ class Builder:
         reserved: int = 0,
         device: str = "auto",
         threads: int | None = None,
+        share: bool | None = None,
         device_bytes: int | None = None,
         idle: float | IdlePolicy | Mapping[str, Any] | None = None,
         run_max_ms: float | None = None,

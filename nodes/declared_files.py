@@ -1,0 +1,118 @@
+"""Files that a step loads: found by the values of its options, identified by inode, change time and size.
+
+The identity is a matter of `stat`: cheap enough for every start, and different after each write. Contents of models
+that `weftline fetch` has pinned are compared too (`model_store.verify`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weftline.errors import ModelError
+from weftline.nodes.contract import ConfigError
+
+FILES_MAX = 1024
+"""Most files of a step that are compared; of a larger folder the first by name."""
+
+PATH_CHARS_MAX = 1024
+"""Longest text that is taken for a path."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """State of a file: any write, replacement or truncation changes it."""
+
+    path: str
+    inode: int
+    ctime_ns: int
+    size_bytes: int
+
+
+def identities(paths: Iterable[Path]) -> tuple[FileIdentity, ...]:
+    """Return the identity of each file, and of each regular file below each folder, by path; at most FILES_MAX."""
+    found: dict[str, FileIdentity] = {}
+    for path in _regular(paths):
+        if len(found) >= FILES_MAX:
+            break
+        one = _identity(str(path))
+        if one is not None:
+            found[one.path] = one
+    return tuple(found[path] for path in sorted(found))
+
+
+def check_unchanged(step: str, files: Sequence[FileIdentity]) -> None:
+    """Compare the files of a step with what was planned; ModelError names those that differ or are missing."""
+    changed = [one.path for one in files if _identity(one.path) != one]
+    if changed:
+        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        raise ModelError(f"the files of step {step} changed since it was planned: {shown}; reload the pipeline")
+
+
+def named_paths(value: Any, base_dir: Path) -> list[Path]:
+    """Return the files and folders that text in an option's value names, nested values included: those that exist.
+
+    They are relative to `base_dir`, pinned by URL, or hub models in the cache. In a list, only text with a dot or a
+    slash can be a path: most lists hold labels.
+    """
+    found = (local_path(text, base_dir) or _in_hub_cache(text) for text in texts_of(value))
+    return [path for path in found if path is not None]
+
+
+def local_path(text: str, base_dir: Path) -> Path | None:
+    """Return the file or folder that exists and that a text names, relative to `base_dir` or pinned by URL."""
+    from weftline.nodes.model_store import find_stored, is_url
+
+    if not 0 < len(text) <= PATH_CHARS_MAX or not text.isprintable():
+        return None
+    try:
+        if is_url(text):
+            return find_stored(text, base_dir)
+        path = (base_dir / Path(text).expanduser()).resolve()
+        return path if path.is_file() or path.is_dir() else None
+    except (OSError, ValueError, RuntimeError, ConfigError):
+        return None
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from weftline.nodes.hugging_face import cached_snapshot
+
+    return cached_snapshot(name) if _HUB_NAME.fullmatch(name) else None
+
+
+def texts_of(value: Any, in_list: bool = False) -> Iterator[str]:
+    """Yield the text in an option's value, nested values included, that can be a path."""
+    if isinstance(value, str):
+        if not in_list or "." in value or "/" in value:
+            yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from texts_of(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from texts_of(one, in_list=True)
+
+
+def _regular(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for folder, folders, names in os.walk(path):
+            folders.sort()
+            folders[:] = [one for one in folders if not one.startswith((".", "__pycache__"))]
+            yield from (Path(folder) / name for name in sorted(names) if not name.startswith("."))
+
+
+def _identity(path: str) -> FileIdentity | None:
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return FileIdentity(path, found.st_ino, found.st_ctime_ns, found.st_size)
