@@ -217,7 +217,7 @@ def _files(one: CheckedStep, base_dir: Path, path: str) -> tuple[tuple[Path, ...
         return (), [Problem(path, f"{one.node.__name__}.files failed: {type(error).__name__}: {error}")]
     for text in (one.reference, *texts_of(plain(one.config))) if one.user_code else ():
         with contextlib.suppress(ConfigError):
-            files.append(locate(text, base_dir, "").path)
+            files += [] if text.startswith("weftline.") else [locate(text, base_dir, "").path]
     return tuple(files), []
 
 

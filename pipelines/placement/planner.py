@@ -317,8 +317,9 @@ class _Joint:
             users = [f"{self._members[user.pipeline].name}.{user.step}" if several else user.step for user in one.users]
             if len(users) > 1:
                 *most, last = users
-                node = self._members[one.users[0].pipeline].bare.checked.steps[one.users[0].step].step.node
-                found.append(f"{', '.join(most)} and {last} share one model: {node} {one.name}")
+                node = self._members[one.users[0].pipeline].bare.checked.steps[one.users[0].step]
+                what = "model" if node.node.heavy else "node"
+                found.append(f"{', '.join(most)} and {last} share one {what}: {node.step.node} {one.name}")
         return found
 
 
