@@ -62,7 +62,7 @@ def named_paths(value: Any, base_dir: Path) -> list[Path]:
     slash can be a path: most lists hold labels.
     """
     found = (local_path(text, base_dir) or _in_hub_cache(text) for text in texts_of(value))
-    return [path for path in found if path is not None]
+    return [one for path in found if path is not None for one in (path, *_beside(path))]
 
 
 def local_path(text: str, base_dir: Path) -> Path | None:
@@ -84,6 +84,18 @@ def _in_hub_cache(name: str) -> Path | None:
     from weftline.nodes.hugging_face import cached_snapshot
 
     return cached_snapshot(name) if _HUB_NAME.fullmatch(name) else None
+
+
+def _beside(path: Path) -> list[Path]:
+    """Return the files that an ONNX model refers to: those with its weights."""
+    if path.suffix != ".onnx" or not path.is_file():
+        return []
+    from weftline.nodes.onnx_file import read_onnx
+
+    try:
+        return [path.parent / name for name in {one.location for one in read_onnx(path, path.name).external}]
+    except ModelError:  # opening the node reports it
+        return []
 
 
 def texts_of(value: Any, in_list: bool = False) -> Iterator[str]:

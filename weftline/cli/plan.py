@@ -16,8 +16,8 @@ from weftline.engine.machine import this_machine
 from weftline.nodes.user_code import without_imports
 from weftline.pipelines.placement.machine import Machine, made_up_gpus
 from weftline.pipelines.placement.place import size_text
-from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.placement.sharing import plan_shared
 from weftline.pipelines.spec.loader import load_file
 
 
@@ -66,7 +66,8 @@ def plan(options: PlanOptions) -> None:
 def explained(file: str, form: str, cores: int | None, gpus: str | None = None) -> str:
     """Return the plan of a pipeline file as `text`, `mermaid` or `svg`; hypothetical GPUs are named first."""
     machine, pipeline = machine_of(cores, gpus), load_file(file)
-    made = make_plan(pipeline, machine, profile=profile_beside(pipeline))
+    name, profile = pipeline.name, profile_beside(pipeline)
+    made = plan_shared({name: pipeline}, machine, profiles={name: profile}).programs[name].plan
     hypothetical = f"Planned for a hypothetical machine: {_described(machine)}" if gpus is not None else ""
     if form == "svg":
         from weftline.pipelines.render.svg import explain_svg

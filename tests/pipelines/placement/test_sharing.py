@@ -21,6 +21,7 @@ from weftline.pipelines.check.options import option_classes
 from weftline.pipelines.placement.bare_plan import BarePlan, bare_plan
 from weftline.pipelines.placement.load_key import LoadKey, load_keys
 from weftline.pipelines.placement.machine import Device, Machine
+from weftline.pipelines.placement.needs import Need, merged
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.sharing import SharedPlan, groups_of, over, plan_shared
@@ -470,6 +471,57 @@ def test_limits_of_deployments_are_taken_from_all() -> None:
     assert limits.requests_max == 260 and found.programs["p1"].plan.limits.requests_max == 4
     kv = [one_step(more=f"limits: {{kv_bytes: {{cuda: {bytes}}}}}\n") for bytes in (1 << 20, 2 << 20)]
     assert "limits.kv_bytes.cuda: 2 MiB" in str(shared(*kv).refused["p1"]) and not shared(kv[0], kv[0]).refused
+
+
+PHOTO = """
+  find: {node: find, share: true, inputs: {image: x}}
+  cut: {node: cut, share: true, inputs: {image: x, boxes: find.boxes}}
+  name: {node: name, share: true, inputs: {image: cut.crops}, map: image}"""
+
+
+def photo(more: str = "") -> Pipeline:
+    return written(PHOTO, inputs="x: image", outputs=f"labels: name.label{more}")
+
+
+def test_outputs_are_written_to_where_any_program_reads_them(device_catalog) -> None:
+    machine = Machine(8, 64 * GIB, (Device("fake:0", 8 * GIB),))
+
+    def crops(*pipelines: Pipeline) -> SharedPlan:
+        return plan_shared({f"p{at}": one for at, one in enumerate(pipelines)}, machine, device_catalog)
+
+    inside, outside = photo(), photo(", crops: cut.crops")
+    alone, both = crops(inside), crops(inside, outside)
+    assert len(both.plan.steps) == 3
+    assert alone.plan.step("cut").device_outputs == {"crops": "device"}
+    assert both.plan.step("cut").device_outputs == {"crops": "both"}
+    assert all(one.plan.step("cut").device_outputs == {"crops": "both"} for one in both.programs.values())
+    assert [one.device_arena_bytes > 0 for one in both.plan.workers] == [
+        one.device_arena_bytes > 0 for one in alone.plan.workers
+    ]
+    assert (
+        over(alone, inside, machine, device_catalog) is not None
+        and over(both, outside, machine, device_catalog) is not None
+    )
+    assert over(alone, outside, machine, device_catalog) is None  # the crops are not in host memory
+
+
+def test_a_shared_node_claims_memory_once_and_has_the_work_of_all(device_catalog) -> None:
+    machine = Machine(8, 64 * GIB, (Device("cuda:0", 80 * GIB),))
+    plans = [plan_shared(dict.fromkeys(names, photo()), machine, device_catalog).plan for names in (("a",), ("a", "b"))]
+    assert plans[0].budgets == plans[1].budgets
+    need = merged([Need({"cuda:0": 5}, ms={"cuda:0": 1.0}), Need({"cuda:0": 7, "cuda:1": 3}, ms={"cuda:0": 2.0})])
+    assert need == Need({"cuda:0": 7, "cuda:1": 3}, ms={"cuda:0": 3.0})
+
+
+def test_a_chain_of_one_program_holds_a_deployment_once() -> None:
+    steps = "\n".join(
+        f"  {name}: {{node: echo, worker: w, inputs: {{value: {source}}}}}"
+        for name, source in (("a", "x"), ("b", "a.value"))
+    )
+    pipeline = written(steps, outputs="y: b.value")
+    assert make_plan(pipeline, MACHINE).chains == ((0, 1),)
+    found = shared(pipeline)
+    assert found.programs["p0"].deployments == (0, 0) and found.programs["p0"].plan.chains == found.plan.chains == ()
 
 
 # over what stands
