@@ -36,10 +36,13 @@ class LoadKey:
 
     fields: digest of each part by name, sorted.
     shares: False for stateful steps, and for user code without `share: true`.
+    apart:  steps of one pipeline have a deployment each, and share with other pipelines only: their nodes load no
+            model, and a chain of steps in one process is quicker than a second turn at the same node.
     """
 
     fields: tuple[tuple[str, str], ...] = field(repr=False)
     shares: bool = True
+    apart: bool = field(default=False, compare=False)
 
     def fits(self, other: LoadKey) -> bool:
         """Return whether steps with these keys share."""
@@ -75,7 +78,8 @@ def _in_group(key: LoadKey, groups: Mapping[str, list[LoadKey]], worker: str | N
     """Return a step's key with those of the steps that state the same worker; its name is no part of it."""
     members = groups[worker] if worker is not None else []
     together = _digest(sorted({str(one.fields) for one in members}))
-    return LoadKey((*key.fields, ("worker", together)), key.shares and all(one.shares for one in members))
+    shares = key.shares and all(one.shares for one in members)
+    return LoadKey((*key.fields, ("worker", together)), shares, key.apart)
 
 
 def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: Mapping[str, str]) -> LoadKey:
@@ -90,7 +94,7 @@ def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: M
     del parts["worker"]
     digests = tuple((name, _digest(_plain(value))) for name, value in sorted(parts.items()))
     wanted = one.step.share if one.step.share is not None else not one.user_code
-    return LoadKey(digests, shares=wanted and step.sequence is None)
+    return LoadKey(digests, wanted and step.sequence is None, apart=not (step.heavy or one.step.share))
 
 
 def _resolved(value: Any, base_dir: Path) -> Any:

@@ -149,7 +149,7 @@ def over(
     if bare.plan is None:
         raise PipelineError(bare.checked.problems)
     keys = load_keys(bare, os.environ)
-    indexes = tuple(_index(shared, keys.get(step.name)) for step in bare.plan.steps)
+    indexes = _matches(shared, [keys.get(step.name) for step in bare.plan.steps])
     missing = any(at < 0 and not step.control for at, step in zip(indexes, bare.plan.steps, strict=True))
     if missing or not _as_stated(shared, pipeline):
         return None
@@ -157,8 +157,14 @@ def over(
     return PlannedProgram(plan, indexes) if _can_run(bare, plan, shared, indexes) else None
 
 
-def _index(shared: SharedPlan, key: LoadKey | None) -> int:
-    return next((at for at, one in enumerate(shared.keys) if key is not None and key.fits(one)), -1)
+def _matches(shared: SharedPlan, keys: Sequence[LoadKey | None]) -> tuple[int, ...]:
+    """Return the deployment of each key; -1 for none. Steps that are to be apart have one each, as far as they last."""
+    found: list[int] = []
+    for key in keys:
+        fitting = [at for at, one in enumerate(shared.keys) if key is not None and key.fits(one)]
+        free = [at for at in fitting if at not in found] if key is not None and key.apart else []
+        found.append((free or fitting or [-1])[0])
+    return tuple(found)
 
 
 def _as_stated(shared: SharedPlan, pipeline: Pipeline) -> bool:
@@ -247,9 +253,12 @@ def _deployments(members: Sequence[Member], keys: _Keys, share: bool) -> list[De
     """Return the deployments of pipelines, in running order of their first users."""
     users: dict[object, list[User]] = {}
     for at, member in enumerate(members):
+        before = Counter[LoadKey]()
         for name in member.bare.runs():
             user, key = User(at, name), keys[member.name][name]
-            users.setdefault(key if share and key.shares else user, []).append(user)
+            shared = (key, before[key] if key.apart else 0)
+            before[key] += 1
+            users.setdefault(shared if share and key.shares else user, []).append(user)
     groups = [(own, _group(members, own[0])) for own in users.values()]
     names = _unique([(own[0].step, members[own[0].pipeline].name) for own in users.values()])
     stated = [group for group in dict.fromkeys(group for _, group in groups) if group is not None]

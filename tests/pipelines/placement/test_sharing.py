@@ -381,7 +381,7 @@ def test_steps_of_one_worker_share_as_a_whole() -> None:
 
 
 def two_alike() -> Pipeline:
-    steps = "  rewrite: {node: echo, inputs: {value: x}}\n  answer: {node: echo, inputs: {value: rewrite.value}}"
+    steps = "  rewrite: {node: echo, share: true, inputs: {value: x}}\n  answer: {node: echo, share: true, inputs: {value: rewrite.value}}"
     return written(steps, outputs="y: answer.value")
 
 
@@ -515,13 +515,23 @@ def test_a_shared_node_claims_memory_once_and_has_the_work_of_all(device_catalog
 
 def test_a_chain_of_one_program_holds_a_deployment_once() -> None:
     steps = "\n".join(
-        f"  {name}: {{node: echo, worker: w, inputs: {{value: {source}}}}}"
+        f"  {name}: {{node: echo, worker: w, share: true, inputs: {{value: {source}}}}}"
         for name, source in (("a", "x"), ("b", "a.value"))
     )
     pipeline = written(steps, outputs="y: b.value")
     assert make_plan(pipeline, MACHINE).chains == ((0, 1),)
     found = shared(pipeline)
     assert found.programs["p0"].deployments == (0, 0) and found.programs["p0"].plan.chains == found.plan.chains == ()
+
+
+def test_steps_that_load_no_model_keep_their_chain() -> None:
+    lines = "  a: {node: echo, worker: w, inputs: {value: x}}\n  b: {node: echo, worker: w, inputs: {value: a.value}}"
+    one = written(lines, outputs="y: b.value")
+    found = shared(one, one)
+    assert found.programs["p0"].deployments == found.programs["p1"].deployments == (0, 1)
+    assert found.programs["p0"].plan.chains == ((0, 1),)
+    again = over(found, one, MACHINE)
+    assert again is not None and again.deployments == (0, 1)
 
 
 # over what stands
