@@ -2,8 +2,8 @@
 
     python -m benchmarks.sharing [--rounds 5] [--only memory rounds reload]
 
-memory   proportional size (PSS) of a process tree with one language model in one step, in two steps, and in two steps of
-         which one is exposed, each in a process of its own. Random weights, float32, 184 M parameters.
+memory   proportional size (PSS) of a process tree with one language model in one step, in two steps, and in two steps
+         of which one is exposed. Random weights, float32, 184 M parameters.
 rounds   30 requests with prompts of equal length over three pipelines with prompts of their own, and the same 30
          requests in one pipeline, in alternating rounds; answers are compared with those of each pipeline alone. Rounds
          of the step that held sequences of all three are counted.
@@ -130,40 +130,48 @@ def rounds(model: Path, count: int) -> None:
         )
 
 
+class Load:
+    """Callers that ask a pipeline again and again. seen: when an answer came, and the prompt that it was made from."""
+
+    def __init__(self, pipelines: Repository) -> None:
+        self.seen: list[tuple[float, str]] = []
+        self.failed: list[str] = []
+        self.over = threading.Event()
+        self._pipelines = pipelines
+
+    def call(self, caller: int) -> None:
+        while not self.over.is_set():
+            try:
+                answer = self._pipelines.get("chat").run(text=f"caller {caller}")
+                self.seen.append((time.perf_counter(), answer["prompt0"]))
+            except Exception as error:
+                self.failed.append(f"{type(error).__name__}: {error}")
+
+
 def reload(count: int) -> None:
     with Repository() as pipelines:
         pipelines.load("chat", asking("chat", CHAT, ["version 1: {{ text }}"], tokens=4))
         pids = pipelines.get("chat").pids()
         for number in range(2, count + 2):
-            seen: list[tuple[float, str]] = []
-            failed: list[str] = []
-            over = threading.Event()
-
-            def call(caller: int) -> None:
-                while not over.is_set():
-                    try:
-                        answer = pipelines.get("chat").run(text=f"caller {caller}")
-                        seen.append((time.perf_counter(), answer["prompt0"]))
-                    except Exception as error:
-                        failed.append(f"{type(error).__name__}: {error}")
-
+            load = Load(pipelines)
             with ThreadPoolExecutor(CALLERS) as callers:
-                calls = [callers.submit(call, caller) for caller in range(CALLERS)]
+                calls = [callers.submit(load.call, caller) for caller in range(CALLERS)]
                 time.sleep(RELOAD_S / 2)
                 began = time.perf_counter()
                 pipelines.load("chat", asking("chat", CHAT, [f"version {number}: {{{{ text }}}}"], tokens=4))
                 took = time.perf_counter() - began
                 time.sleep(RELOAD_S / 2)
-                over.set()
+                load.over.set()
                 for one in calls:
                     one.result()
-            new = [at for at, prompt in seen if prompt.startswith(f"version {number}:")]
-            others = [one for _, one in seen if not one.startswith((f"version {number}:", f"version {number - 1}:"))]
-            kept = pipelines.get("chat").pids() == pids
+            own = tuple(f"version {one}:" for one in (number, number - 1))
+            first = min(at for at, prompt in load.seen if prompt.startswith(own[0])) - began
+            others = sum(not prompt.startswith(own) for _, prompt in load.seen)
+            kept = "kept" if pipelines.get("chat").pids() == pids else "REPLACED"
             print(
-                f"  first new answer after {(min(new) - began) * 1000:.0f} ms, reload returned after {took * 1000:.0f} ms; "
-                f"{len(seen)} answers, {len(failed)} failed {failed[:1]}, {len(others)} of another version; "
-                f"processes {'kept' if kept else 'REPLACED'}"
+                f"  first new answer after {first * 1000:.0f} ms, reload returned after {took * 1000:.0f} ms; "
+                f"{len(load.seen)} answers, {len(load.failed)} failed {load.failed[:1]}, {others} of another version; "
+                f"processes {kept}"
             )
 
 

@@ -80,7 +80,8 @@ EXPECTED = frozenset(
 )  # how a request may end here
 
 
-def pipeline(hoards: bool, largest_bytes: int) -> Builder:
+def pipeline(hoards: bool, largest_bytes: int, version: int = 0) -> Builder:
+    """Return the pipeline. version: of its graph; what it loads is the same."""
     p = Builder(
         "soak",
         base_dir=Path(__file__).parent,
@@ -92,11 +93,15 @@ def pipeline(hoards: bool, largest_bytes: int) -> Builder:
         },
     )
     x, text = p.input("x", "float32[N]"), p.input("text", "text")
-    batch: dict[str, Any] = {"items_max": 4, "wait_max_ms": 2}
-    first = p.step("first", "function", x=x, batch=batch, function="soak_steps.py:more")
-    second = p.step("second", "function", x=first.output, batch=batch, instances=2, function="soak_steps.py:halves")
+    batch: dict[str, Any] = {"batch": {"items_max": 4, "wait_max_ms": 2}}
+    batch |= {"share": True}
+    first = p.step("first", "function", x=x, **batch, function="soak_steps.py:more")
+    second = p.step("second", "function", x=first.output, **batch, instances=2, function="soak_steps.py:halves")
     shouts = "soak_steps.py:Hoards" if hoards else "soak_steps.py:Honest"
-    picky = p.step("picky", "function", text=text, retry=1, fallback={"output": "sorry"}, function=shouts)
+    picky = p.step(
+        "picky", "function", text=text, retry=1, fallback={"output": "sorry"}, function=shouts, share=True,
+        timeout_ms=60_000 + version,
+    )  # fmt: skip
     streamed = p.step(
         "streamed", "trickle", value=text, pieces=PIECES, piece_bytes=PIECE_BYTES, delay_ms=1, when="text != 'bad'"
     )
@@ -117,7 +122,14 @@ class Soak:
     """
 
     def __init__(
-        self, session: Session, seconds: float, leak: str, seed: int, callers: int, largest_bytes: int
+        self,
+        session: Session,
+        seconds: float,
+        leak: str,
+        seed: int,
+        callers: int,
+        largest_bytes: int,
+        reload_s: float = 0.0,
     ) -> None:
         self.samples: dict[str, list[tuple[float, float]]] = {name: [] for name in BARS}
         self.totals: list[tuple[float, float]] = []
@@ -128,6 +140,7 @@ class Soak:
         self._seconds = seconds
         self._leak = leak
         self._callers = callers
+        self._reload_s = reload_s
         self._largest = largest_bytes // 4
         self._random = random.Random(seed)
         self._numbers = np.arange(self._largest + OFFSETS + 1, dtype=np.float32)  # all below 2^24, so exact
@@ -137,7 +150,8 @@ class Soak:
     async def run(self) -> None:
         callers = [self._call() for _ in range(self._callers)]
         watch = asyncio.to_thread(self._watch)  # its samples are due when the callers keep the event loop busy, too
-        await asyncio.wait_for(asyncio.gather(*callers, self._kill(), watch), self._seconds + HUNG_S)
+        reload = asyncio.to_thread(self._reload)
+        await asyncio.wait_for(asyncio.gather(*callers, self._kill(), watch, reload), self._seconds + HUNG_S)
 
     @property
     def input_bytes(self) -> int:
@@ -198,6 +212,14 @@ class Soak:
             for pid in self._random.sample(pids, self._random.choice([1, 1, 2])):
                 os.kill(pid, signal.SIGKILL)
 
+    def _reload(self) -> None:
+        """Change the graph every `reload_s`: what is loaded stays, and so do its processes."""
+        while self._reload_s and self._passed_s < self._seconds - self._reload_s:
+            time.sleep(self._reload_s)
+            version, engine = self._session.version + 1, self._session._current.engine
+            self._session.reload(pipeline(self._leak == "worker", 4 * self._largest, version))
+            self.ends["reload of models"] += self._session._current.engine is not engine
+
     def _watch(self) -> None:
         runtime = self._session._current.runtime
         pause_s = max(0.2, min(0.5, self._seconds / 100), self._seconds / SAMPLES_MAX)
@@ -208,7 +230,7 @@ class Soak:
             elif self._leak == "descriptors":
                 self._kept.append(os.open(os.devnull, os.O_RDONLY))
             elif self._leak == "leases":
-                self._kept.append(runtime.reserve([size_bytes]))
+                self._kept.append(runtime.reserve(self._session._current.program, [size_bytes]))
             pids, stats = self._session.pids(), self._session.stats()
             values = {
                 "memory": private_bytes([os.getpid()]),
@@ -279,12 +301,14 @@ def verdict(
     return wrong + ([f"left at the end: {left}"] if left and leak != "leases" else [])
 
 
-def run(seconds: float, callers: int, largest_bytes: int, leak: str = "", seed: int = 1) -> tuple[Soak, str, int]:
+def run(
+    seconds: float, callers: int, largest_bytes: int, leak: str = "", seed: int = 1, reload_s: float = 0.0
+) -> tuple[Soak, str, int]:
     """Run the load and wait until it has settled; return it, what is left, and how many workers died."""
     with load(pipeline(leak == "worker", largest_bytes)).open() as session:
         asyncio.run(session.arun(x=np.ones(SMALLEST, np.float32), text="good"))  # the first one opens what stays open
         opened = descriptors()
-        soak = Soak(session, seconds, leak, seed, callers, largest_bytes)
+        soak = Soak(session, seconds, leak, seed, callers, largest_bytes, reload_s)
         asyncio.run(soak.run())
         left = settled(session, None if leak == "descriptors" else opened)
         return soak, left, session.stats()["worker_deaths"]
@@ -296,6 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--callers", type=int, default=64, help="requests open at a time (64)")
     parser.add_argument("--largest-mb", type=float, default=8.0, help="largest input, in MiB (8); the smallest is 1 KB")
     parser.add_argument("--leak", choices=LEAKS, default="", help="plant a leak, which has to be found")
+    parser.add_argument("--reload-s", type=float, default=0.0, help="seconds between reloads of the graph; 0: none")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     minutes = options.minutes or (1.0 if options.leak else 10.0)
@@ -303,10 +328,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if seconds < 60 or not 0.002 <= options.largest_mb <= 60:
         parser.error("--minutes: at least 1; --largest-mb: 0.002 to 60")
     print(conditions())
-    soak, left, deaths = run(seconds, options.callers, largest_bytes, options.leak, options.seed)
+    soak, left, deaths = run(seconds, options.callers, largest_bytes, options.leak, options.seed, options.reload_s)
     found = [growth(name, bar, soak.samples[name]) for name, bar in BARS.items()]
     after_s = min(FLAT_AFTER_S, WARM_UP * seconds)
     total = None if options.leak else flatness(soak.totals, after_s)
+    soak.ends = +soak.ends
     print(f"{minutes:g} minutes, {options.callers} callers, {deaths} workers died; requests: {dict(soak.ends)}")
     for one in found:
         print(f"  {one}")

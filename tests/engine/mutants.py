@@ -721,3 +721,32 @@ def a_program_that_pays_for_the_deaths_of_another(patch: pytest.MonkeyPatch, dra
             program.to_check = True
 
     patch.setattr(programs, "note_death", unfair)
+
+
+@mutant
+def a_worker_that_ends_while_a_program_uses_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    forget = programs._forget
+
+    def hasty(state: SchedulerState, program: Any) -> None:
+        forget(state, program)
+        for worker in programs.workers_of(state, program):
+            programs._dismiss(state, worker)
+
+    patch.setattr(programs, "_forget", hasty)
+
+
+@mutant
+def a_worker_that_outlives_the_programs_that_use_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(programs, "_dismiss", lambda state, worker: None)
+
+
+@mutant
+def an_ended_worker_that_is_started_again(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    dismiss = workers.dismiss
+
+    def forgetful(state: SchedulerState, worker_id: int) -> bool:
+        was_ready = dismiss(state, worker_id)
+        state.workers[worker_id].unused = False
+        return was_ready
+
+    patch.setattr(workers, "dismiss", forgetful)

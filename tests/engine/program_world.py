@@ -226,7 +226,8 @@ class ProgramWorld:
         }
         for id, worker in enumerate(self._scheduler.workers):
             if worker.unused == (id in used):
-                raise AssertionError(f"worker {worker.name} {'ended' if worker.unused else 'stays'}; used: {sorted(used)}")
+                what = "ended" if worker.unused else "stays"
+                raise AssertionError(f"worker {worker.name} {what}; used: {sorted(used)}")
         for version in self.versions.values():
             most = version.plan.limits.requests_max
             if len(version.open) > most:

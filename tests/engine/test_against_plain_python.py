@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from tests.engine import plain_steps, reuse_steps
+from weftline.engine.repository import Repository
 from weftline.engine.request import RequestOptions
 from weftline.engine.session import Session, Source
 from weftline.errors import StepError
@@ -201,7 +202,8 @@ def _call(name: str, given: Mapping[str, Any]) -> Any:
     return function(**given)
 
 
-def built(drawn: Draw) -> Builder:
+def built(drawn: Draw, share: bool = False) -> Builder:
+    """Return the pipeline of drawn steps. share: its functions are shared with others, in processes of their own."""
     p = Builder("drawn", base_dir=HERE, limits={"arena_bytes": 8 << 20, "retry_share": 1.0})
     wires: dict[str, Wire] = {"constant": constant("constant")}
     for name, type in {"q": "text", "more": "text", "texts": "list[text]"}.items():
@@ -212,6 +214,7 @@ def built(drawn: Draw) -> Builder:
         if one.node in TAKES:
             more |= {"function": f"plain_steps.py:{one.node}", "map": one.mapped or (), "fallback": one.fallback}
             more |= {"batched": True} if one.node == "together" else {}
+            more |= {"share": True, "worker": None, "batch": {"items_max": 16, "wait_max_ms": 1}} if share else {}
         if one.when:
             seen = str(wires[one.when[0]]) if one.when[0] != "constant" else "'constant'"
             more["when"] = f"{seen} in {list(one.when[1])}".replace("None", "null")
@@ -233,22 +236,50 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[[Source], Session]) -> None:
     drawn = Draw(seed)
-    pipeline = built(drawn)
-    session, rng = start(pipeline), Random(seed)
+    session = start(built(drawn))
+    requests = _requests(session, drawn, Random(seed), 60)
+    with ThreadPoolExecutor(12) as callers:
+        results = list(callers.map(lambda one: _answer(session, *one), requests))
+    _check(drawn, requests, results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_two_pipelines_over_shared_nodes_answer_as_plain_calls_do(seed: int) -> None:
+    draws = {"one": Draw(seed), "other": Draw(seed + 100)}
+    with Repository() as pipelines:
+        opened = dict(pipelines.load_together({name: built(drawn, share=True) for name, drawn in draws.items()}))
+        assert opened == {"one": 1, "other": 1}
+        sessions = {name: pipelines.get(name) for name in draws}
+        one, other = ({*session.pids().values()} for session in sessions.values())
+        assert one & other, "the two share processes"
+        asked = {name: _requests(sessions[name], drawn, Random(seed), 60) for name, drawn in draws.items()}
+        both = [(name, request) for at in range(60) for name, request in ((name, asked[name][at]) for name in draws)]
+        with ThreadPoolExecutor(16) as callers:
+            found = list(callers.map(lambda at: _answer(sessions[at[0]], *at[1]), both))
+        for name, drawn in draws.items():
+            _check(drawn, asked[name], [answer for at, answer in zip(both, found, strict=True) if at[0] == name])
+
+
+def _requests(session: Session, drawn: Draw, rng: Random, count: int) -> list[tuple[dict[str, Any], list[str]]]:
+    """Draw the inputs of requests and the outputs that each wants."""
     names = [given.name for given in session.plan.inputs if not given.hidden]
 
     def text() -> str:
         return rng.choice(["x", "y", "z", "", "".join(rng.choices(LETTERS, k=rng.randint(1, 9)))])
 
     requests = []
-    for _ in range(60):
+    for _ in range(count):
         inputs: dict[str, Any] = {"q": text(), "texts": [text() for _ in range(rng.randint(0, 4))]}
         inputs |= {"more": text()} if rng.random() < 0.5 else {}
         wanted = rng.sample(drawn.outputs, rng.randint(1, len(drawn.outputs)))
         requests.append(({name: value for name, value in inputs.items() if name in names}, wanted))
-    with ThreadPoolExecutor(12) as callers:
-        results = list(callers.map(lambda one: _answer(session, *one), requests))
-    for (inputs, wanted), result in zip(requests, results):
+    return requests
+
+
+def _check(drawn: Draw, requests: Sequence[tuple[dict[str, Any], list[str]]], results: Sequence[Any]) -> None:
+    """Compare results with those of plain calls."""
+    for (inputs, wanted), result in zip(requests, results, strict=True):
         plain = Plain(drawn.steps, {"more": ABSENT, **inputs})
         if isinstance(result, StepError):
             with pytest.raises(NoAnswer):
@@ -256,7 +287,7 @@ def test_a_random_pipeline_answers_as_plain_calls_do(seed: int, start: Callable[
             continue
         for name in wanted:
             value = plain.value(name)
-            assert same(result[name], None if value is ABSENT else value), (seed, name, inputs, pipeline.to_yaml())
+            assert same(result[name], None if value is ABSENT else value), (name, inputs, built(drawn).to_yaml())
         ran = {timing.step for timing in result.timings if timing.outcome in ("ok", "failed")}
         failed = {timing.step for timing in result.timings if timing.outcome == "failed"}
         named = [one for one in drawn.steps.values() if isinstance(one.fallback, str)]

@@ -26,7 +26,7 @@ from weftline.engine.jobs.rows import RowBlock
 from weftline.engine.jobs.runners import factory
 from weftline.engine.repository import FAILED, READY, Repository
 from weftline.engine.runtime.event_loop import Runtime
-from weftline.engine.session import Session, load
+from weftline.engine.session import load
 from weftline.errors import ModelError, PipelineError, SessionClosed, WeftlineError
 from weftline.pipelines.placement.machine import Device, Machine
 from weftline.pipelines.placement.plan import Plan

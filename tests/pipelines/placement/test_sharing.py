@@ -381,7 +381,9 @@ def test_steps_of_one_worker_share_as_a_whole() -> None:
 
 
 def two_alike() -> Pipeline:
-    steps = "  rewrite: {node: echo, share: true, inputs: {value: x}}\n  answer: {node: echo, share: true, inputs: {value: rewrite.value}}"
+    steps = """\
+  rewrite: {node: echo, share: true, inputs: {value: x}}
+  answer: {node: echo, share: true, inputs: {value: rewrite.value}}"""
     return written(steps, outputs="y: answer.value")
 
 
