@@ -1,4 +1,4 @@
-"""The files that a node loads are found by its options, and told apart by their state."""
+"""The files that a node loads are found by its options, and identified by their state."""
 
 from __future__ import annotations
 

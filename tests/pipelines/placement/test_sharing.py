@@ -331,7 +331,7 @@ def test_user_code_of_two_folders_does_not_share(tmp_path: Path) -> None:
         ("timeout_ms: 5", "retry: 3", 1),
     ],
 )
-def test_nodes_of_weftline_share_unless_told_not_to(keys: str, others: str, count: int) -> None:
+def test_nodes_of_weftline_share_by_default(keys: str, others: str, count: int) -> None:
     plan = shared(one_step(keys), one_step(others))
     assert len(plan.plan.steps) == count
     assert [one.deployments for one in plan.programs.values()] == [(0,), (count - 1,)]
@@ -339,7 +339,7 @@ def test_nodes_of_weftline_share_unless_told_not_to(keys: str, others: str, coun
 
 @pytest.mark.parametrize("keys, count", [("", 2), ("share: false", 2), ("share: true", 1)])
 @pytest.mark.parametrize("own", [True, False])
-def test_user_code_shares_only_when_told_to(keys: str, count: int, own: bool, catalog, tmp_path: Path) -> None:
+def test_user_code_shares_only_with_share_true(keys: str, count: int, own: bool, catalog, tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("def f(x: str) -> str:\n    return x\n")
     if own:
         pipeline = one_step(f"model: m, inputs: {{image: x}}, {keys}", "yolo", inputs="x: image", outputs="y: s.labels")
