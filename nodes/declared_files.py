@@ -101,7 +101,7 @@ def _beside(path: Path) -> list[Path]:
 def texts_of(value: Any, in_list: bool = False) -> Iterator[str]:
     """Yield the text in an option's value, nested values included, that can be a path."""
     if isinstance(value, str):
-        if not in_list or "." in value or "/" in value:
+        if any(map(str.isalnum, value)) and (not in_list or "." in value or "/" in value):
             yield value
     elif isinstance(value, Mapping):
         for one in value.values():

@@ -333,6 +333,7 @@ def over_deployments(bare: BarePlan, plan: Plan, loaded: Plan, indexes: Sequence
         step if at < 0 else _over(step, loaded.steps[at], checked[step.name])
         for step, at in zip(plan.steps, indexes, strict=True)
     ]
+    # a chain runs a deployment once
     found = (chain for chain in chains(steps, plan.inputs) if len({indexes[at] for at in chain}) == len(chain))
     return dataclasses.replace(plan, steps=tuple(steps), workers=loaded.workers, chains=tuple(found))
 

@@ -24,7 +24,12 @@ def test_options_name_files_and_folders_at_any_depth(tmp_path: Path) -> None:
     made(tmp_path, "model/config.json", "adapters/a", "labels.txt", "cat/1.jpg")
     value = {"model": "model", "adapters": {"a": "adapters/a"}, "more": [{"labels": "labels.txt"}], "kv_bytes": 5}
     assert named_paths(value, tmp_path) == [tmp_path / "model", tmp_path / "adapters/a", tmp_path / "labels.txt"]
-    assert named_paths({"labels": ["cat", "dog"], "none": "missing.txt", "text": "a\nb"}, tmp_path) == []
+    assert (
+        named_paths(
+            {"labels": ["cat", "dog"], "none": "missing.txt", "text": "a\nb", "stop": ["."], "end": "/"}, tmp_path
+        )
+        == []
+    )
 
 
 def test_hub_models_in_the_cache_are_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

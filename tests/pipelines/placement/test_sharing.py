@@ -407,6 +407,9 @@ def test_one_pipeline_is_planned_as_before(path: Path, machine: Machine) -> None
     found = plan_shared({"one": pipeline}, machine, share=False)
     assert found.plan == plan == found.programs["one"].plan and found.plan.notes == plan.notes
     assert found.programs["one"].deployments == tuple(range(len(plan.steps)))
+    sharing = plan_shared({"one": pipeline}, machine)
+    if len(sharing.plan.steps) == len(plan.steps):  # nothing to share
+        assert sharing == found
 
 
 def test_examples_planned_together_run_in_one_scheduler() -> None:

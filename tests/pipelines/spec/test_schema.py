@@ -69,7 +69,7 @@ def without_bounds(schema: Any) -> Iterator[Any]:
         ("retry", 11, "at most 10"), ("retry", True, "a whole number"),
         ("retry.wait_ms", -1, "at least 0"), ("retry.on", "error", "a list"), ("when", True, "text"),
         ("sequence.live_max", 0, "at least 1"), ("sequence", True, "a mapping"), ("timeout_ms", 0, "more than 0"),
-        ("idempotent", "no", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
+        ("idempotent", "no", "true or false"), ("share", "yes", "true or false"), ("fallback", {}, "at least 1"), ("fallback", 3, "text"),
         ("reserved", -1, "at least 0"), ("reserved", 1.0, "a whole number"), ("reserved", True, "a whole number"),
         ("instances", {}, "at least 1"), ("instances", 1.5, "a whole number"),
         ("run_max_ms", 0, "more than 0"), ("device", "cuda:x", "auto, cpu, cuda"), ("worker", "", "letters"),
