@@ -90,7 +90,8 @@ class Engine:
     def _stands(self, planned: PlannedProgram) -> bool:
         """Return whether open programs keep all deployments of a program alive."""
         kept = {one for program in self._programs.values() for one in program.deployments}
-        return not self.closed and kept.issuperset(planned.deployments) and self.runtime.serves(planned.deployments)
+        wanted = [one for one in planned.deployments if one >= 0]  # the scheduler evaluates the others
+        return not self.closed and kept.issuperset(wanted) and self.runtime.serves(wanted)
 
 
 def reserved(shared: SharedPlan, hold: Reservation, again: Replan | None, machine: Machine | None) -> SharedPlan:

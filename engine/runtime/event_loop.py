@@ -214,7 +214,7 @@ class Runtime:
     def serves(self, deployments: Iterable[int]) -> bool:
         """Return whether workers run all of these deployments, or are being restarted."""
         with self._lock:
-            return not any(one >= 0 and self.scheduler.gone(one) for one in deployments)
+            return not any(self.scheduler.gone(one) for one in deployments)
 
     def end_program(self, program: int, requests: Iterable[int], end: ev.Fail) -> None:
         """Take no more requests of a program, fail these with `end`, and end it, and the workers that no other uses.
