@@ -21,19 +21,17 @@ from weftline.pipelines.check.problems import Report
 from weftline.pipelines.placement.bare_plan import BarePlan, bare_plan, light_bytes
 from weftline.pipelines.placement.budget import budgets, over_commits, with_kv_memory
 from weftline.pipelines.placement.chains import chains
+from weftline.pipelines.placement.joint_policies import joint_gpu, joint_limits, kv_conflicts
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.model_memory import oversized
 from weftline.pipelines.placement.needs import Needs, merged, needs_of
-from weftline.pipelines.placement.place import Placement, place, size_text
+from weftline.pipelines.placement.place import Placement, place
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 from weftline.pipelines.placement.profile_file import Profile
 from weftline.pipelines.placement.transfers import device_edges, with_device_arenas, with_transfers
 from weftline.pipelines.spec.graph import Pipeline, Step
-from weftline.pipelines.spec.policy import GpuPolicy, Limits, Slo
+from weftline.pipelines.spec.policy import Limits, Slo
 from weftline.shm.device.names import is_gpu
-
-REQUESTS_MAX = 1_000_000
-"""Most open requests of all pipelines together, as of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,44 +372,6 @@ def _device_outputs(users: Sequence[PlannedStep]) -> dict[str, str]:
         if kept != {""}:
             found[port.name] = "device" if kept == {"device"} else "both"
     return found
-
-
-def joint_gpu(policies: Sequence[GpuPolicy]) -> GpuPolicy:
-    """Return the GPU policy of pipelines that are planned together: the largest sizes, and the first one's rest."""
-    sizes = {
-        name: max(getattr(one, name) for one in policies) for name in ("arena_bytes", "reserve_bytes", "context_bytes")
-    }
-    return dataclasses.replace(policies[0], **sizes)
-
-
-def joint_limits(limits: Sequence[Limits]) -> Limits:
-    """Return the limits of deployments; those of requests are of each pipeline, and are the first one's here.
-
-    The largest arena and the longest silence; the shortest batch of job rows, because it bounds the wait of all others.
-    """
-    kv_bytes: dict[str, int] = {}
-    for one in limits:
-        kv_bytes |= one.kv_bytes
-    return dataclasses.replace(
-        limits[0],
-        requests_max=min(sum(one.requests_max for one in limits), REQUESTS_MAX),
-        arena_bytes=max(one.arena_bytes for one in limits),
-        silence_max_ms=max(one.silence_max_ms for one in limits),
-        job_batch_ms=min(one.job_batch_ms for one in limits),
-        kv_bytes=kv_bytes,
-    )
-
-
-def kv_conflicts(limits: Sequence[Limits]) -> list[Problem]:
-    """Return a problem for each device for which the last limits state other KV memory than those before."""
-    problems, last = [], limits[-1].kv_bytes
-    for device, bytes in last.items():
-        others = {one.kv_bytes[device] for one in limits[:-1] if device in one.kv_bytes} - {bytes}
-        if others:
-            found = f"{size_text(bytes)}, and pipelines that share its engine state {size_text(min(others))}"
-            fix = "state the same in all of them, or in one alone"
-            problems.append(Problem(f"limits.kv_bytes.{device}", found, fix=fix))
-    return problems
 
 
 def _largest(one: int | None, other: int | None) -> int | None:

@@ -21,6 +21,7 @@ from types import MappingProxyType
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.catalog import CATALOG
 from weftline.pipelines.placement.bare_plan import BarePlan, bare_plan, light_bytes
+from weftline.pipelines.placement.joint_policies import ONE_ENGINE, engine_of, was_stated
 from weftline.pipelines.placement.load_key import LoadKey, load_keys
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
@@ -37,12 +38,6 @@ from weftline.pipelines.placement.profile_file import Profile
 from weftline.pipelines.placement.transfers import with_transfers
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.policy import NAME_CHARS_MAX, GpuPolicy, Limits, Slo
-
-_ONE_ENGINE = ("ordering", "processes", "mps", "nvtx")
-"""Keys of `gpu:` in which pipelines of one engine agree."""
-
-_OF_DEPLOYMENTS = ("arena_bytes", "silence_max_ms", "kv_bytes", "job_batch_ms")
-"""Limits that apply to deployments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +91,7 @@ def groups_of(pipelines: Mapping[str, Pipeline]) -> tuple[tuple[str, ...], ...]:
     """Return the names of pipelines that one engine can run, by what they state of GPU processes, in given order."""
     found: dict[tuple[object, ...], list[str]] = {}
     for name, one in pipelines.items():
-        found.setdefault(_engine_of(one.gpu), []).append(name)
+        found.setdefault(engine_of(one.gpu), []).append(name)
     return tuple(tuple(names) for names in found.values())
 
 
@@ -122,7 +117,7 @@ def plan_shared(
     refused = {one.name: PipelineError(one.bare.checked.problems) for one in members if one.bare.plan is None}
     members = [one for one in members if one.bare.plan is not None]
     for one in members:
-        if _engine_of(one.bare.pipeline.gpu) != _engine_of(members[0].bare.pipeline.gpu):
+        if engine_of(one.bare.pipeline.gpu) != engine_of(members[0].bare.pipeline.gpu):
             refused[one.name] = _other_gpu_policy(one.bare.pipeline, members[0])
     keys = {one.name: load_keys(one.bare, os.environ) for one in members}
     fits = [one for one in members if one.name not in refused]
@@ -151,7 +146,7 @@ def over(
     keys = load_keys(bare, os.environ)
     indexes = _matches(shared, [keys.get(step.name) for step in bare.plan.steps])
     missing = any(at < 0 and not step.control for at, step in zip(indexes, bare.plan.steps, strict=True))
-    if missing or not _as_stated(shared, pipeline):
+    if missing or not was_stated(pipeline.gpu, pipeline.limits, shared.stated):
         return None
     plan = over_deployments(bare, bare.plan, shared.plan, indexes)
     return PlannedProgram(plan, indexes) if _can_run(bare, plan, shared, indexes) else None
@@ -165,15 +160,6 @@ def _matches(shared: SharedPlan, keys: Sequence[LoadKey | None]) -> tuple[int, .
         free = [at for at in fitting if at not in found] if key is not None and key.apart else []
         found.append((free or fitting or [-1])[0])
     return tuple(found)
-
-
-def _as_stated(shared: SharedPlan, pipeline: Pipeline) -> bool:
-    """Return whether what a pipeline states for its deployments was stated when they were planned."""
-
-    def limits(of: Limits) -> list[object]:
-        return [getattr(of, name) for name in _OF_DEPLOYMENTS]
-
-    return any(gpu == pipeline.gpu and limits(of) == limits(pipeline.limits) for gpu, of in shared.stated)
 
 
 def _can_run(bare: BarePlan, plan: Plan, shared: SharedPlan, indexes: Sequence[int]) -> bool:
@@ -191,10 +177,6 @@ def _can_run(bare: BarePlan, plan: Plan, shared: SharedPlan, indexes: Sequence[i
     return True
 
 
-def _engine_of(gpu: GpuPolicy) -> tuple[object, ...]:
-    return tuple(getattr(gpu, name) for name in _ONE_ENGINE)
-
-
 def _other_gpu_policy(pipeline: Pipeline, first: Member) -> PipelineError:
     usual = first.bare.pipeline.gpu
     problems = [
@@ -205,7 +187,7 @@ def _other_gpu_policy(pipeline: Pipeline, first: Member) -> PipelineError:
             line=pipeline.line(f"gpu.{name}"),
             file=pipeline.file,
         )
-        for name in _ONE_ENGINE
+        for name in ONE_ENGINE
         if getattr(pipeline.gpu, name) != getattr(usual, name)
     ]
     return PipelineError(problems)
