@@ -265,8 +265,8 @@ class Opener:
         node_class = resolve(step.node, base_dir)
         node = node_class(to_config(node_class, step.options))
         context_stream = 0 if is_fake(step.device) else stream
-        check_unchanged(step.name, step.files)
         verify(step.options, base_dir, progress)
+        check_unchanged(step.name, step.files)
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)
         memory_limit = (

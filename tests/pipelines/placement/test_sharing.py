@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from weftline.engine.protocol.first_message import open_message
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.errors import PipelineError
@@ -302,6 +303,16 @@ def test_folders_share_what_they_name_alike(model: Path, tmp_path: Path) -> None
     assert key_of(one).differences(key_of(onnx_at(elsewhere))) == ["files", "options"]
 
 
+def test_each_deployment_opens_in_the_folder_of_its_first_user(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "f.py").write_text("def f(x: str) -> str:\n    return x\n")
+    plan = shared(*(calling("threads: 1", folder) for folder in folders)).plan
+    opened = [(open_message(plan, at, ROOT), folder) for at, folder in enumerate(folders)]
+    assert all((message.steps[0].base_dir or message.base_dir) == str(folder) for message, folder in opened)
+
+
 def calling(keys: str, at: Path) -> Pipeline:
     return one_step(f"function: 'f.py:f', inputs: {{x: x}}, {keys}", "function", at, outputs="y: s.output")
 
@@ -429,6 +440,8 @@ def test_examples_planned_together_run_in_one_scheduler() -> None:
                     deployment = found.plan.steps[at]
                     assert (step.workers, step.devices) == (deployment.workers, deployment.devices)
                     assert step.device_outputs == deployment.device_outputs and step.batch == deployment.batch
+        opened = [step for at in range(len(workers)) for step in open_message(found.plan, at, ROOT).steps]
+        assert {step.name for step in opened} == {step.name for step in found.plan.steps if step.workers}
 
 
 def test_names_are_those_of_steps_where_they_are_unique() -> None:
