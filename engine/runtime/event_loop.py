@@ -486,8 +486,9 @@ class Runtime:
         self._received.append(death)
 
     def _log_death(self, command: ev.LogDeath) -> None:
-        failed = all(program.opening.failed is not None for program in self._programs.values())
-        _log.error("%s; then: %s", command.message, "the pipeline is not opened" if failed else command.then)
+        openings = [one.opening for one in self._programs.values() if command.worker in one.opening.workers]
+        refused = bool(openings) and all(one.failed is not None for one in openings)
+        _log.error("%s; then: %s", command.message, "the pipeline is not opened" if refused else command.then)
 
     def _process_received(self) -> None:
         """Pass what was read to the scheduler, and what its commands lead to."""

@@ -271,6 +271,7 @@ class LogWarning(msgspec.Struct, frozen=True):
 class LogDeath(msgspec.Struct, frozen=True):
     """Log the death of a worker: one line. then: what happens next."""
 
+    worker: int
     message: str
     then: str
 

@@ -76,7 +76,7 @@ def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
     if worker.state == GIVEN_UP:
         task_table.fail_hopeless_steps(state, why)
     if not report.expected and not worker.unused:
-        state.out.append(ev.LogDeath(*report.line(worker, state.now_ms)))
+        state.out.append(ev.LogDeath(event.worker, *report.line(worker, state.now_ms)))
 
 
 def _report(state: SchedulerState, worker: WorkerState, event: ev.WorkerDied) -> DeathReport:
