@@ -12,12 +12,14 @@ only in `advance`, where ready workers send heartbeats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from weftline.engine.protocol import messages as msg
+from weftline.engine.runtime.opening import Opening, RunningProgram
+from weftline.engine.runtime.stats import snapshot
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.condition_values import peek
 from weftline.engine.scheduler.programs import FIRST_PROGRAM
@@ -205,6 +207,12 @@ class SchedulerHarness:
 
     def receive(self, worker: int, message: msg.FromWorker) -> None:
         self.handle(ev.FromWorker(worker, self.arena[worker], message))
+
+    def stats(self) -> Mapping[str, Any]:
+        """Return the statistics of the first program."""
+        plan = self.scheduler.plan
+        running = RunningProgram(plan, range(len(plan.steps)), Opening((), {}, None), None)  # type: ignore[arg-type]
+        return snapshot(self.scheduler, FIRST_PROGRAM, running, [worker.name for worker in plan.workers])
 
     def die(self, worker: int = 0, how: str = "signal 9", refused: bool = False) -> None:
         self.inbox[worker], self.streaming[worker] = [], []

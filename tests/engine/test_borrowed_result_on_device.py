@@ -36,7 +36,7 @@ def test_what_is_lent_stays_whole_when_its_writer_and_its_readers_die() -> None:
             with await session.borrow({"x": [3, SIZE]}, RequestOptions()) as lent:
                 before = len(runtime.fleet.arenas)
                 for name in ("double", "look"):
-                    os.kill(runtime.pids()[name], signal.SIGKILL)
+                    os.kill(session.pids()[name], signal.SIGKILL)
                 wait_until(lambda: session.stats()["worker_deaths"] == 2 and session.health().ready)
                 assert len(runtime.fleet.arenas) == before + 1  # that of `double` is kept for what is lent
                 assert (lent.outputs["y"] == 6).all() and lent.outputs["report"][0] == 6.0 * SIZE

@@ -56,7 +56,7 @@ class Place:
         return (self.folders[step] / what).exists()
 
     def kill(self, step: str) -> None:
-        os.kill(self.session._current.runtime.pids()[step], signal.SIGKILL)
+        os.kill(self.session.pids()[step], signal.SIGKILL)
 
     @property
     def deaths(self) -> int:

@@ -125,7 +125,7 @@ def test_a_worker_whose_device_is_lost_ends_and_the_next_one_answers(ordering: s
         lost = ask(session, x=[13, SIZE])
         assert isinstance(lost, WorkerDied) and "exit code 70" in str(lost)
         assert ask(session, x=[2, SIZE])["report"][0] == 2 * SIZE  # type: ignore[index]
-        os.kill(session._current.runtime.pids()["make"], signal.SIGKILL)
+        os.kill(session.pids()["make"], signal.SIGKILL)
         wait_until(lambda: session.stats()["worker_deaths"] >= 2 and session.health().ready, 20)
         assert ask(session, x=[3, SIZE])["report"][0] == 3 * SIZE  # type: ignore[index]
         wait_until(lambda: settled(session), 10)

@@ -34,7 +34,6 @@ def test_unattachable_values_are_fetched_and_later_ones_use_host_memory(
         caplog.at_level(logging.WARNING, "weftline.runtime"),
         load(p, machine=Machine(4, 16 << 30, (Device("fake:0", 8 << 30),))).open() as session,
     ):
-        runtime = session._current.runtime
         assert ask(session, x=[2, SIZE])["report"] == 2.0 * SIZE  # type: ignore[index]
         assert (
             session.stats()["device_sharing"]["make"]["share_mode"] == "descriptor" and session.health().summary == ""
@@ -53,7 +52,7 @@ def test_unattachable_values_are_fetched_and_later_ones_use_host_memory(
         wait_until((folders["look"] / "holds").exists)
         # Before the runtime has the message that the device of `make` is done, its death would end `look`, which waits.
         wait_until(lambda: session.stats()["unfinished"] == 0)
-        os.kill(runtime.pids()["make"], signal.SIGKILL)
+        os.kill(session.pids()["make"], signal.SIGKILL)
         wait_until(lambda: session.stats()["worker_deaths"] == 1 and session.health().ready, 90)  # a process starts
         before = session.stats()["dispatches"]
         second = asks(4)

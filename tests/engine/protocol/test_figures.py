@@ -13,7 +13,6 @@ from tests.engine.fire import wait_until
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import figures
 from weftline.engine.protocol import messages as msg
-from weftline.engine.runtime.stats import snapshot
 from weftline.engine.session import Session, Source
 from weftline.nodes.contract import BatchNode, Outputs
 from weftline.pipelines.spec.builder import Builder
@@ -83,14 +82,14 @@ def test_the_last_figures_of_each_worker_are_shown_and_go_with_it() -> None:
     harness.receive(0, msg.Heartbeat((), (msg.NodeStats(0, {"seen": 1.0}),)))
     harness.receive(1, msg.Heartbeat((), (msg.NodeStats(1, {"seen": 5.0}),)))
     harness.receive(0, msg.Heartbeat((), (msg.NodeStats(0, {"seen": 2.0}),)))
-    assert snapshot(harness.scheduler, 0, 0)["figures"] == {"a": {"a": {"seen": 2.0}}, "b": {"b": {"seen": 5.0}}}
-    assert snapshot(harness.scheduler, 0, 0)["workers"] == {name: {"ready": 1, "asleep": 0, "all": 1} for name in "ab"}
+    assert harness.stats()["figures"] == {"a": {"a": {"seen": 2.0}}, "b": {"b": {"seen": 5.0}}}
+    assert harness.stats()["workers"] == {name: {"ready": 1, "asleep": 0, "all": 1} for name in "ab"}
     harness.die(0)
-    figures = snapshot(harness.scheduler, 0, 0)
+    figures = harness.stats()
     assert figures["figures"] == {"b": {"b": {"seen": 5.0}}}
     assert figures["workers"]["a"] == {"ready": 0, "asleep": 0, "all": 1} and figures["worker_restarts"] == 0
     harness.advance(30_000)
-    assert snapshot(harness.scheduler, 0, 0)["worker_restarts"] == 1
+    assert harness.stats()["worker_restarts"] == 1
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_a_worker_that_gives_figures_it_cannot_have_is_killed(said: msg.NodeStat
     harness = SchedulerHarness(two_steps())
     harness.receive(0, msg.Heartbeat((), (said,)))
     assert harness.kill_reasons() == ["it sent statistics for a step that it does not run"]
-    assert snapshot(harness.scheduler, 0, 0)["figures"] == {}
+    assert harness.stats()["figures"] == {}
 
 
 NODES = """

@@ -8,8 +8,6 @@ import pytest
 
 from tests.engine.scheduler_harness import SchedulerHarness
 from weftline.engine.protocol import messages as msg
-from weftline.engine.runtime.opening import Opening, RunningProgram
-from weftline.engine.runtime.stats import snapshot
 from weftline.engine.scheduler import events as ev
 from weftline.pipelines.spec.builder import Builder
 
@@ -53,14 +51,8 @@ def started(harness: SchedulerHarness) -> list[int]:
     return [one.worker for one in harness.commands if isinstance(one, ev.StartWorker)]
 
 
-def stats(harness: SchedulerHarness) -> Any:
-    plan = harness.scheduler.plan
-    running = RunningProgram(plan, range(len(plan.steps)), Opening((), {}, None), None)  # type: ignore[arg-type]
-    return snapshot(harness.scheduler, 0, running, [worker.name for worker in plan.workers])
-
-
 def idle(harness: SchedulerHarness, step: str = "a") -> Any:
-    return stats(harness)["idle"][step]
+    return harness.stats()["idle"][step]
 
 
 def health(harness: SchedulerHarness) -> dict[str, bool]:
@@ -122,7 +114,7 @@ def test_a_step_without_idle_never_sleeps() -> None:
     harness = SchedulerHarness(two_steps(idle=None))
     harness.advance(3 * IDLE_S * 1000)
     assert orders(harness, msg.Sleep, everything=True) == [(0, msg.Sleep(0, "nothing"))]
-    assert "b" not in stats(harness)["idle"]
+    assert "b" not in harness.stats()["idle"]
 
 
 def test_every_instance_of_a_step_sleeps_and_wakes() -> None:
@@ -267,7 +259,7 @@ def test_a_worker_whose_steps_are_all_idle_leaves_and_comes_back_on_demand() -> 
     assert started(harness) == []
     harness.advance(60_000)
     assert (started(harness), health(harness)) == ([], {"a": True, "b": True})
-    figures = stats(harness)
+    figures = harness.stats()
     assert (figures["worker_deaths"], figures["worker_restarts"]) == (0, 0)
     assert figures["workers"]["a"] == {"ready": 0, "asleep": 1, "all": 1}
     one = harness.submit(x=1)
@@ -277,7 +269,7 @@ def test_a_worker_whose_steps_are_all_idle_leaves_and_comes_back_on_demand() -> 
     harness.start_worker(0)
     harness.answer("a")
     assert harness.output(one) == 1
-    assert (idle(harness, "b")["wake_ms"], stats(harness)["worker_restarts"]) == (900.0, 0)
+    assert (idle(harness, "b")["wake_ms"], harness.stats()["worker_restarts"]) == (900.0, 0)
 
 
 def test_a_task_that_comes_while_a_worker_leaves_starts_the_next_one() -> None:
@@ -340,7 +332,7 @@ def test_a_worker_that_does_not_exit_is_killed_without_blame() -> None:
     harness.advance(3000)
     assert harness.kill_reasons() == ["it did not close its nodes within 2 s"]
     harness.die(0)
-    assert stats(harness)["worker_deaths"] == 0
+    assert harness.stats()["worker_deaths"] == 0
     harness.submit(x=1)
     assert started(harness) == [0]
 
@@ -373,7 +365,7 @@ def test_a_step_that_cannot_wake_is_opened_by_the_next_worker() -> None:
     harness.die_and_return(0)
     harness.answer("a")
     assert harness.output(one) == 1
-    assert stats(harness)["worker_deaths"] == 1
+    assert harness.stats()["worker_deaths"] == 1
 
 
 def test_a_worker_that_dies_asleep_is_started_when_it_is_needed() -> None:
