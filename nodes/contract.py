@@ -110,10 +110,11 @@ class Batch:
     is reused after the call: copy what is kept longer, unless the step remembers sequences. The values of an input port
     in `device_ports` are DeviceTensors on a GPU.
 
-    ids: the items' ids, one int per item.
+    ids:     the items' ids, one int per item.
+    configs: the config of each item; empty where all have that of the node. Read them by `BatchNode.configs`.
     """
 
-    __slots__ = ("_cancelled", "_lengths", "_output_buffer", "_stacked", "_urgency", "_values", "ids")
+    __slots__ = ("_cancelled", "_lengths", "_output_buffer", "_stacked", "_urgency", "_values", "configs", "ids")
 
     def __init__(
         self,
@@ -124,7 +125,9 @@ class Batch:
         cancelled: Callable[[int], bool] | None = None,
         lengths: Mapping[str, Sequence[int]] | None = None,
         urgency: Sequence[Urgency] = (),
+        configs: Sequence[Any] = (),
     ) -> None:
+        self.configs = configs
         self._values = values
         self._cancelled = cancelled
         self._lengths = lengths or {}
@@ -223,6 +226,10 @@ item fails, the other items do not."""
 class Node(ABC):
     """Base class of all nodes: ports, life cycle and class attributes. Derive from BatchNode or StreamNode.
 
+    config: the options of the step that opened the node. Several steps may use one open node if their options differ in
+            request options only (marked REQUEST): in `run` and `submit` it has the request options of the items'
+            own step. Read a request option there, and nowhere else.
+
     Class attributes:
 
     Config:         frozen dataclass of the node's options; its field docstrings are the documentation.
@@ -233,6 +240,7 @@ class Node(ABC):
     idempotent:     a second run for the same item does no harm; `idempotent:` of a step overrides it.
     user_code:      the node runs Python code that the user names, so that its steps share it only with `share: true`.
     stateful:       the node keeps state between the requests of a sequence; see `Batch.urgency` and `end_sequence`.
+    mixed_options:  a call may have items with different request options; see `BatchNode.configs`.
     other_options:  options that only another engine of this node has, with that engine, for the message of `check`.
     """
 
@@ -244,6 +252,7 @@ class Node(ABC):
     idempotent: ClassVar[bool] = True
     user_code: ClassVar[bool] = False
     stateful: ClassVar[bool] = False
+    mixed_options: ClassVar[bool] = False
     other_options: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, config: Any) -> None:
@@ -353,6 +362,13 @@ class Node(ABC):
 
 class BatchNode(Node):
     """A node that computes a whole batch in one call."""
+
+    def configs(self, batch: Batch) -> Sequence[Any]:
+        """Return the config of each item, for a node with `mixed_options`; of equal options it is one object.
+
+        Without `mixed_options` the items of a call have equal request options, and `config` has them.
+        """
+        return batch.configs or (self.config,) * len(batch)
 
     @abstractmethod
     def run(self, batch: Batch) -> Outputs:

@@ -53,6 +53,8 @@ class Urgency:
     sequence: position in a sequence of requests; None outside a sequence.
     seed:     seed for random numbers, 0 to 2**62 - 1; None: use a fresh one.
     caller:   authenticated identity of the client; '' without authentication.
+    program:  number of the program that the request belongs to, where a stream node serves several; a node that keeps
+              data of items keeps those of different programs apart.
     """
 
     priority: int = 0
@@ -60,6 +62,7 @@ class Urgency:
     sequence: SequencePart | None = None
     seed: int | None = None
     caller: str = ""
+    program: int = 0
 
 
 USUAL = Urgency()

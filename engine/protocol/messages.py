@@ -5,9 +5,9 @@ of up to INLINE_BYTES_MAX bytes. Each worker has one Unix stream socket. Message
 (four bytes). Four of them carry a file descriptor: Hello and Attach, DeviceUp and AttachDevice. A step in a message is
 the number of a deployment: what the worker has opened, which steps of several programs may use.
 
-    runtime -> worker    OpenSteps, Attach, AttachDevice, Retire, Chain, DropChains, RunBatch, OutputBuffer, Submit,
-                         InputChunks, CancelItems, PauseItems, ResumeItems, EndSequences, QuarantineItems, KvResize,
-                         Settle, UseHostOutputs, Fetch, Sleep, Wake, Close
+    runtime -> worker    OpenSteps, Attach, AttachDevice, Retire, SetOptions, DropOptions, Chain, DropChains, RunBatch,
+                         OutputBuffer, Submit, InputChunks, CancelItems, PauseItems, ResumeItems, EndSequences,
+                         QuarantineItems, KvResize, Settle, UseHostOutputs, Fetch, Sleep, Wake, Close
     worker -> runtime    Hello, DeviceUp, AttachFailed, OpenProgress, OpenFailed, Ready, Heartbeat, BufferRequest,
                          Suspected, BatchDone, Released, Settled, Fetched, OutputChunks, ChunkRead, KvResized, Asleep,
                          Awake
@@ -133,6 +133,8 @@ class ItemMetadata(msgspec.Struct, frozen=True, array_like=True):
     seed:     seed of its random number generator; None: unseeded.
     element:  index of the list element in a `map:` step, else -1. Set only with a seed.
     caller:   authenticated identity of the client; '' for none.
+    options:  number of its step's options, by SetOptions; 0: those that the node was opened with. A chain has those of
+              its stages instead.
     """
 
     priority: int = 0
@@ -143,6 +145,7 @@ class ItemMetadata(msgspec.Struct, frozen=True, array_like=True):
     seed: int | None = None
     element: int = -1
     caller: str = ""
+    options: int = 0
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -250,14 +253,43 @@ class Retire(msgspec.Struct, frozen=True, array_like=True, tag=True):
     arena: int
 
 
+class SetOptions(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Define options of items: those of a step that uses a deployment which was opened with others.
+
+    Sent to every worker of the deployment before the first item that has them, and again after each restart.
+
+    step:    the deployment.
+    number:  from 1, by which items and stages of chains name them; never used twice.
+    name:    name of the program's step: seeds depend on it.
+    program: number of the program for a streaming step, whose node may keep data of items; 0: the one of number 0.
+    options: the node's request options; all other options are those that it was opened with.
+    """
+
+    step: int
+    number: int
+    name: str
+    program: int
+    options: dict[str, Any]
+    policy: CallPolicy
+
+
+class DropOptions(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Forget options of items: no item or chain names them again, and none that has them is running."""
+
+    step: int
+    numbers: tuple[int, ...]
+
+
 class Stage(msgspec.Struct, frozen=True, array_like=True):
     """One step of a chain.
 
-    inputs: source of each connected input port: (-1, position in Item.inputs), or (earlier stage, its output port).
+    inputs:  source of each connected input port: (-1, position in Item.inputs), or (earlier stage, its output port).
+    options: number of its items' options, by SetOptions; 0: those that the node was opened with.
     """
 
     step: int
     inputs: tuple[tuple[int, int], ...]
+    options: int = 0
 
 
 class Chain(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -542,7 +574,7 @@ class BufferRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Suspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Digests of the items of a suspect dispatch: SHA-256 of each item's inputs, sent before the items are run.
+    """Digests of the items of a suspect dispatch: SHA-256 of each item's inputs and options, sent before they are run.
 
     digests: b'' for an item that this worker cannot read.
     streams: the items of a suspect Submit; `dispatch` is then 0.
@@ -657,6 +689,8 @@ ToWorker = (
     | Attach
     | AttachDevice
     | Retire
+    | SetOptions
+    | DropOptions
     | Chain
     | DropChains
     | RunBatch

@@ -262,7 +262,7 @@ def _send_batch(
             and not request.priority
             and request.seed is None
             and not request.caller
-            and not queue.expires
+            and not queue.marks_items
         )
         items.append(msg.Item(task.id, task.inputs, None if usual else _metadata(state, task, queue)))
     limit_ms = task.unit.head.run_max_ms
@@ -312,16 +312,23 @@ def _has_device_outputs(state: SchedulerState, unit: Unit) -> bool:
 
 def _metadata(state: SchedulerState, task: Task, queue: StepQueue) -> msg.ItemMetadata:
     request, element = task.request, task.element
-    part = request.sequence
+    part, step = request.sequence, task.unit.head
+    options = step.options
+    if options and (task.unit.chain or not (step.sends_options or request.seed is not None)):
+        options = 0
     by_ms = min(math.inf if request.deadline_ms is None else request.deadline_ms, task.expires_ms)
     left_ms = None if by_ms == math.inf else by_ms - state.now_ms
     if part is None:
         if request.seed is None:
-            return msg.ItemMetadata(request.priority, left_ms, caller=request.caller)
-        return msg.ItemMetadata(request.priority, left_ms, seed=request.seed, element=element, caller=request.caller)
+            element = -1
+        return msg.ItemMetadata(
+            request.priority, left_ms, "", False, False, request.seed, element, request.caller, options
+        )
     first = queue.sequences is not None and queue.sequences.begin(part.id)
     start = part.start or first
-    return msg.ItemMetadata(request.priority, left_ms, part.id, start, part.end, request.seed, element, request.caller)
+    return msg.ItemMetadata(
+        request.priority, left_ms, part.id, start, part.end, request.seed, element, request.caller, options
+    )
 
 
 def stuck(state: SchedulerState) -> bool:

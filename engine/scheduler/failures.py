@@ -28,7 +28,7 @@ from weftline.engine.scheduler.recovery import Verdict
 from weftline.engine.scheduler.request import Request, Task, record_timings
 from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
-from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, READY, Dispatch, WorkerState
+from weftline.engine.scheduler.workers import GIVEN_UP, LEAVING, Dispatch, WorkerState
 
 
 def on_death(state: SchedulerState, event: ev.WorkerDied) -> None:
@@ -153,7 +153,7 @@ def _retry_after_death(
         task.worker = -1
     kinds: dict[tuple[int, int], list[Task]] = {}
     for task in live:
-        kinds.setdefault((task.unit.deployment, task.unit.chain), []).append(task)
+        kinds.setdefault((task.unit.deployment, task.unit.group), []).append(task)
     for (index, _), tasks in kinds.items():
         tasks = [task for task in tasks if task.id in state.live]  # one that failed may have ended others
         verdict = _verdict(state, tasks, why, spared)
@@ -189,9 +189,7 @@ def _verdict(state: SchedulerState, tasks: Sequence[Task], why: str, spared: boo
 def send_quarantine(state: SchedulerState, step: int) -> None:
     """Send the digests that a step must not run to its workers."""
     digests = state.recovery.quarantine.digests(step)
-    for worker_id in state.queues[step].workers:
-        if state.workers[worker_id].state == READY:
-            state.out.append(ev.Send(worker_id, msg.QuarantineItems(step, digests)))
+    workers.send_ready(state, step, msg.QuarantineItems(step, digests))
 
 
 def _lose_sequences(state: SchedulerState, queue: StepQueue, worker_id: int, why: str) -> int:

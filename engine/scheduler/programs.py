@@ -105,7 +105,7 @@ def open_program(state: SchedulerState, event: ev.OpenProgram, arena: int) -> Pr
     state.ledger.add_arena(arena, align_up(plan.ingress_arena_bytes, PAGE_BYTES))
     for step in steps:
         if step.deployment >= 0:
-            state.queues[step.deployment].join(step)
+            workers.send_ready(state, step.deployment, state.queues[step.deployment].join(step, program.id))
     _update_sharing(state)
     return program
 
@@ -167,7 +167,7 @@ def _forget(state: SchedulerState, program: Program) -> None:
     for step in program.steps:
         if step.deployment >= 0:
             queue = state.queues[step.deployment]
-            queue.leave(step)
+            workers.send_ready(state, step.deployment, queue.leave(step))
             if queue.sequences is not None:
                 task_table.end_sequences(state, queue, queue.sequences.idle(math.inf))
     state.ended.add(program.counters)
@@ -214,11 +214,13 @@ def _misfits(state: SchedulerState, event: ev.OpenProgram, steps: Sequence[Progr
 
 
 def _interface(step: PlannedStep) -> tuple[object, ...]:
+    """Return what steps of one deployment have in common: all that a worker opens, and no options of items."""
     inputs, outputs = (
         tuple((one.port, one.type) for one in step.inputs),
         tuple((p.name, p.type) for p in step.outputs),
     )
-    return step.node, inputs, outputs, step.batch, step.streams, step.fed, step.sequence, step.finite
+    options = {name: one for name, one in step.options.items() if name not in step.request_options}
+    return step.node, options, inputs, outputs, step.batch, step.streams, step.fed, step.sequence
 
 
 def _can_chain(state: SchedulerState, chain: Sequence[int]) -> bool:

@@ -127,6 +127,7 @@ def _on_ready(state: SchedulerState, worker_id: int, message: msg.Ready) -> None
     for queue in state.queues_of[worker_id]:
         if message.warm_ms.get(queue.name):
             queue.latency.seed(1, message.warm_ms[queue.name])
+        state.out += [ev.Send(worker_id, one) for one in queue.options.messages()]
         digests = state.recovery.quarantine.digests(queue.index)
         if digests:
             state.out.append(ev.Send(worker_id, msg.QuarantineItems(queue.index, digests)))

@@ -37,6 +37,9 @@ class ProgramStep:
     deployment: what runs it; -1 for a control.
     latency:    run times of calls with its items: the deployment's own where no other step uses that.
     batch_size: recent size of these calls, and when it was seen; see estimates.py.
+    options:    number of its items' options in the deployment; see item_options.py.
+    group:      number of the batch group of its items; 0: those of the node's own options, or of any.
+    sends_options: its items carry `options`, not only those with a seed.
     """
 
     planned: PlannedStep
@@ -46,6 +49,9 @@ class ProgramStep:
     deployment: int
     latency: Latency
     batch_size: tuple[float, float] = (1.0, -math.inf)
+    options: int = 0
+    group: int = 0
+    sends_options: bool = False
 
 
 def steps_over(plan: Plan, deployments: Sequence[int]) -> tuple[ProgramStep, ...]:
@@ -72,6 +78,7 @@ class Unit:
     """What is queued and dispatched as one: a step, or a chain of steps.
 
     chain:           0 for a step alone, else the chain's id.
+    group:           items of one batch have the same number here: the chain's id, or the negative group of the step.
     step:            the step, or the chain's first, as an index in the program's plan.
     steps:           all of them, in running order.
     deployment:      that of `step`: its queue is the unit's, and messages to workers name it.
@@ -92,6 +99,7 @@ class Unit:
     """
 
     chain: int
+    group: int
     step: int
     steps: tuple[int, ...]
     deployment: int
@@ -332,6 +340,7 @@ class Routes:
         head, returns = self._steps[index], self.output_slots[index]
         return Unit(
             chain=0,
+            group=-head.group,
             step=index,
             steps=(index,),
             deployment=head.deployment,
@@ -363,7 +372,7 @@ class Routes:
                     sources.append((stage_of[producer], self.output_slots[producer].index(slot)))
                 else:
                     sources.append((-1, slots.setdefault(slot, len(slots))))
-            stages.append(Stage(self._steps[step].deployment, tuple(sources)))
+            stages.append(Stage(self._steps[step].deployment, tuple(sources), self._steps[step].options))
         outside = {
             slot
             for step in needed
@@ -381,7 +390,7 @@ class Routes:
         own = tuple(self._steps[step] for step in steps)
         places = tuple(one.deployment for one in own)
         return Unit(
-            id, steps[0], steps, places[0], places, own[0], own, tuple(slots), (True,) * len(slots), slots_out,
+            id, id, steps[0], steps, places[0], places, own[0], own, tuple(slots), (True,) * len(slots), slots_out,
             tuple(self.types[slot] for slot in slots_out), tuple(self.forms[slot] for slot in slots_out),
             message=Chain(id, tuple(stages), returns),
         )  # fmt: skip

@@ -18,7 +18,9 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from copy import deepcopy
 
+from weftline.engine.protocol.messages import DropOptions, SetOptions
 from weftline.engine.scheduler.batcher import Batcher, Shapes
+from weftline.engine.scheduler.item_options import OptionNumbers
 from weftline.engine.scheduler.latency import Latency, LeastLatency, ShortestLatency
 from weftline.engine.scheduler.output_sizes import OutputSizes
 from weftline.engine.scheduler.request import Task
@@ -106,7 +108,7 @@ class JobQueue:
 
     def _group(self, task: Task) -> Hashable:
         shape = None if self._shapes.any else self._shapes.group(task.inputs[: self._inputs])
-        return task.unit.chain, shape
+        return task.unit.group, shape
 
 
 def items_within(latency: Latency, items_max: int, most_ms: float) -> int:
@@ -154,8 +156,8 @@ class StepQueue:
     __slots__ = (  # read in every hop: without slots, more than 30 attributes are slower
         "_at_once", "_batches", "_direct", "_job_batch_ms", "_limit", "_new", "_policy", "_queue", "_queues",
         "_unlearned", "apart", "beside", "expires", "in_place", "index", "items_max", "job", "job_workers", "latency",
-        "mixed", "name", "quick", "sequences", "shapes", "shared", "sizes", "step", "streams", "suspects", "together",
-        "users", "usual_ms", "workers",
+        "marks_items", "mixed", "name", "options", "quick", "sequences", "shapes", "shared", "sizes", "step", "streams",
+        "suspects", "together", "users", "usual_ms", "workers",
     )  # fmt: skip
 
     def __init__(self, index: int, step: PlannedStep, job_batch_ms: float = math.inf) -> None:
@@ -168,6 +170,8 @@ class StepQueue:
         self.users: list[ProgramStep] = []
         self.apart: list[ProgramStep] = []
         self.mixed = False
+        self.options = OptionNumbers(index, step)
+        self.marks_items = False  # items need metadata, whatever their requests are
         self.workers = step.workers
         self.streams = step.streams
         self.latency = ShortestLatency() if step.streams else Latency()
@@ -207,25 +211,30 @@ class StepQueue:
 
     # the steps that use it
 
-    def join(self, step: ProgramStep) -> None:
-        """Let a step use this deployment."""
+    def join(self, step: ProgramStep, program: int) -> SetOptions | None:
+        """Let a step of a program use this deployment; returns what its workers need for the step's items."""
         if len(self.users) == 1 and not self.apart:
             self.users[0].latency = deepcopy(self.latency)  # up to now all calls were its own
         elif not self.users and not self.latency.samples:
             step.latency = self.latency
         self.users.append(step)
+        needed = self.options.join(step, program)
         self._on_users()
+        return needed
 
-    def leave(self, step: ProgramStep) -> None:
-        """Forget a step, none of whose tasks is queued or running."""
+    def leave(self, step: ProgramStep) -> DropOptions | None:
+        """Forget a step, none of whose tasks is queued or running; returns what its workers can forget."""
         self.users.remove(step)
         self._on_users()
+        number = self.options.leave(step)
+        return DropOptions(self.index, (number,)) if number else None
 
     def _on_users(self) -> None:
         self.mixed = len(self.users) > 1
         self.apart = [one for one in self.users if one.latency is not self.latency]
         limits = [one.timeout_ms for one in self.users if one.timeout_ms < math.inf]
         self.expires = bool(limits)
+        self.marks_items = self.expires or any(one.sends_options for one in self.users)
         self._direct = self._at_once and not limits
         lateness = LeastLatency([one.latency for one in self.users]) if self.mixed else self.latency
         if len(self.users) == 1:
@@ -247,9 +256,9 @@ class StepQueue:
         new = self._new
         if len(new) > self.items_max or not self.takes_new_at_once:
             return None
-        chain = new[0].unit.chain
+        group = new[0].unit.group
         for task in new:
-            if task.due_ms < math.inf or task.unit.chain != chain:
+            if task.due_ms < math.inf or task.unit.group != group:
                 return None
         self._new = []
         return new
@@ -400,8 +409,8 @@ class StepQueue:
     def _enqueue(self, queue: Batcher, task: Task, now_ms: float) -> None:
         unit = task.unit
         group = None if self.shapes.any else self.shapes.group(task.inputs[: len(self.step.inputs)])
-        if unit.chain:
-            group = (unit.chain, group)
+        if unit.group:
+            group = (unit.group, group)
         queue.add(
             task.id, now_ms, group=group, priority=task.request.priority, due_ms=task.due_ms, expires_ms=task.expires_ms
         )

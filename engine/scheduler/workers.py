@@ -221,6 +221,13 @@ def kill(state: SchedulerState, worker_id: int, why: str, cause: str = ev.INVALI
     state.out.append(ev.KillWorker(worker_id, why))
 
 
+def send_ready(state: SchedulerState, deployment: int, message: msg.ToWorker | None) -> None:
+    """Send a message, if there is one, to the workers that have opened a deployment."""
+    for worker_id in state.deployments[deployment].workers if message is not None else ():
+        if state.workers[worker_id].state == READY:
+            state.out.append(ev.Send(worker_id, message))
+
+
 def next_arena(state: SchedulerState) -> int:
     """Return a new arena id, unique among arenas in host memory and on devices."""
     state.arena_ids += 1

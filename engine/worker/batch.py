@@ -37,6 +37,7 @@ from weftline.engine.protocol.packed import Row, Source
 from weftline.engine.protocol.values import live, side_by_side, stacked
 from weftline.engine.worker.faults import check_device, failure, free_caches, out_of_memory
 from weftline.engine.worker.inbox import Cancels
+from weftline.engine.worker.item_options import ItemOptions, OptionSets
 from weftline.engine.worker.memory import Memory
 from weftline.engine.worker.outputs import (
     HOST,
@@ -70,6 +71,7 @@ class HostedStep:
 
     remembers:     the node may keep inputs after the call, so arrays are copied for it.
     device_inputs: the inputs that the node reads on its device; none where the worker has no device driver.
+    options:       the options of its items.
     stream:        its device stream, 0 on the CPU.
     batches:       calls of the node since `begin`.
     out_of_memory: size of the largest batch since `begin` that ran out of memory.
@@ -90,6 +92,7 @@ class HostedStep:
         self.name = step.name
         self.node = node
         self._select_output = select_output
+        self.options = OptionSets(step, node)
         self.items_max = step.batch.items_max
         self.memory = memory
         self.copies_inputs = step.mutates_inputs
@@ -110,8 +113,10 @@ class HostedStep:
         self._ports = OutputPorts(self.outputs, memory, self._on_gpu, self.copies_inputs, step.policy)
         self._placement = OutputPlacement(memory, self.where)
 
-    def begin(self) -> None:
+    def begin(self, options: int = 0) -> None:
+        """Begin a dispatch. options: number of all of its items' options, where it is of a chain."""
         self._select_output()
+        self.options.stage = options
         self.batches = self.out_of_memory = self._reached = 0
         self._ports.ran_out_of_memory = False
 
@@ -253,6 +258,9 @@ class HostedStep:
         if self._on_gpu and self.memory.dispatch is not None:
             self.memory.dispatch.before_call()
         batch = HostedBatch(self, items, rows, values, call_inputs, preallocated, padded)
+        if self.options.any:
+            batch.configs = self.options.select(self.node, items)
+            self._ports.finite = [self.options.of(item).policy.finite for item in items]
         with within(Scope(batch)):
             lock = self.memory.lock
             returned = self.node.run(batch) if lock is None else call_unlocked(lock, self.node.run, batch)
@@ -323,6 +331,7 @@ class HostedBatch(Batch):
         preallocated: Preallocated,
         padded: Padded | None,
     ) -> None:
+        self.configs = ()
         self._step = step
         self._items = items
         self._rows = rows
@@ -389,16 +398,17 @@ class HostedBatch(Batch):
         return self._padded.lengths[port]
 
     def urgency(self, position: int) -> Urgency:
-        return urgency_of(self._items[position].metadata, self._step.name)
+        item = self._items[position]
+        return urgency_of(item.metadata, self._step.options.of(item))
 
 
-def urgency_of(metadata: ItemMetadata | None, step: str) -> Urgency:
+def urgency_of(metadata: ItemMetadata | None, options: ItemOptions) -> Urgency:
     """Return an item's metadata as the node contract's Urgency."""
     if metadata is None:
         return USUAL
     sequence = SequencePart(metadata.sequence, metadata.start, metadata.end) if metadata.sequence else None
-    seed = None if metadata.seed is None else seed_of(metadata.seed, step, metadata.element)
-    return Urgency(metadata.priority, metadata.left_ms, sequence, seed, metadata.caller)
+    seed = None if metadata.seed is None else seed_of(metadata.seed, options.name, metadata.element)
+    return Urgency(metadata.priority, metadata.left_ms, sequence, seed, metadata.caller, options.program)
 
 
 @dataclass(slots=True)

@@ -25,11 +25,16 @@ _NO_FAILURES: Mapping[int, Failure] = {}
 
 
 class HostedChain:
-    """A chain of this worker. `steps`: the steps of its stages, in order."""
+    """A chain of this worker. `steps`: the steps of its stages, in order.
+
+    stages: for each, its step, its inputs, and the number of its items' options.
+    """
 
     def __init__(self, chain: msg.Chain, steps: Sequence[HostedStep]) -> None:
         # Wires index an item's value rows: its inputs first, then the outputs of each stage.
-        self._stages = [(step, _shifted(stage.inputs)) for step, stage in zip(steps, chain.stages, strict=True)]
+        self.stages = [
+            (step, _shifted(stage.inputs), stage.options) for step, stage in zip(steps, chain.stages, strict=True)
+        ]
         self._returns = _shifted(chain.returns)
         self._memory = steps[0].memory
         self._cancels = steps[0].cancels
@@ -41,9 +46,9 @@ class HostedChain:
         self._memory.begin_dispatch()
         ended = dict(refused)
         had: list[list[Sequence[Source]]] = [[item.inputs] for item in items]  # by item: inputs, then outputs by stage
-        ran, out_of_memory, last = [], 0, len(self._stages) - 1
-        for position, (step, inputs) in enumerate(self._stages):
-            step.begin()
+        ran, out_of_memory, last = [], 0, len(self.stages) - 1
+        for position, (step, inputs, options) in enumerate(self.stages):
+            step.begin(options)
             started = time.perf_counter()
             if position:
                 self._cancels.poll()

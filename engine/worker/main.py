@@ -29,6 +29,7 @@ from weftline.engine.protocol.messages import (
     ChunkRead,
     Close,
     DropChains,
+    DropOptions,
     EndSequences,
     Failure,
     Fetch,
@@ -47,6 +48,7 @@ from weftline.engine.protocol.messages import (
     ResumeItems,
     Retire,
     RunBatch,
+    SetOptions,
     Settle,
     Settled,
     Sleep,
@@ -75,7 +77,10 @@ OWN_ARENA = -1
 DEVICE_LOST = 70
 """Exit code of a worker whose device is lost: EX_SOFTWARE of sysexits.h."""
 
-CONCURRENT = (RunBatch, CancelItems, Chain, DropChains, Attach, AttachDevice, QuarantineItems, EndSequences, Retire)
+CONCURRENT = (
+    RunBatch, CancelItems, SetOptions, DropOptions, Chain, DropChains, Attach, AttachDevice, QuarantineItems,
+    EndSequences, Retire,
+)  # fmt: skip
 """Messages that are handled while dispatches run on other threads, so that a dispatch behind them does not wait."""
 
 _log = logging.getLogger(__name__)
@@ -90,8 +95,8 @@ class Worker:
         self._own_process = pipes is not None
         self._inbox = Inbox(channel)
         self._memory = Memory({}, OWN_ARENA, self._allocate)
-        self._quarantine = QuarantineCheck(self._memory, self._send)
         self._steps = Steps(self._memory, self._inbox.cancels, self._send, pipes)
+        self._quarantine = QuarantineCheck(self._memory, self._send, self._steps.options_digest)
         self._streams = self._steps.streams
         self._heartbeat = HeartbeatThread(channel, beat=self._steps.stats.heartbeat)
         self._completion: CompletionThread | None = None  # of the device, if there is one
@@ -181,6 +186,8 @@ class Worker:
                     self._streams[message.step].resume(message.items)
             case EndSequences():
                 self._steps.end_sequences(message)  # in order on the step's thread, if it has one
+            case SetOptions() | DropOptions():
+                self._steps.set_options(message)
             case Chain():
                 self._steps.chain(message)
             case DropChains():

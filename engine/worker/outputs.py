@@ -81,6 +81,7 @@ class OutputPorts:
     """The output ports of one hosted step.
 
     ran_out_of_memory: the node returned an out-of-memory error for an item since this was last set to False.
+    finite: whether outputs are checked for NaN and infinite numbers, for all items or for each of the current call.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class OutputPorts:
         policy: CallPolicy,
     ) -> None:
         self.ports = ports
-        self._finite = policy.finite
+        self.finite: bool | Sequence[bool] = policy.finite
         self.ran_out_of_memory = False
         self._memory = memory
         self._on_device: OnDevice | None = self._as_tensor if device else None
@@ -161,7 +162,8 @@ class OutputPorts:
                     break
         if found is None:
             found = self._pack(value, type, name, port, position, row, call_inputs, preallocated)
-        if self._finite and not is_finite(value, found, self._readable):
+        finite = self.finite
+        if finite and (finite is True or finite[position]) and not is_finite(value, found, self._readable):
             raise StepError(_NOT_FINITE.format(name))
         return found
 

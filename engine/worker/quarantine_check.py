@@ -32,9 +32,16 @@ QUARANTINED = Failure("InputError", "this input killed its worker before; it is 
 class QuarantineCheck:
     """The quarantine lists of one worker's steps. `send` sends a message."""
 
-    def __init__(self, memory: Memory, send: Callable[[FromWorker], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        send: Callable[[FromWorker], None],
+        options: Callable[[RunBatch | Submit, Item], bytes] = lambda message, item: b"",
+    ) -> None:
+        """options: returns an item's request options, encoded."""
         self._memory = memory
         self._send = send
+        self._options = options
         self._quarantined: dict[int, frozenset[bytes]] = {}  # by step; none is empty
 
     def set_digests(self, message: QuarantineItems) -> None:
@@ -48,17 +55,17 @@ class QuarantineCheck:
         if not message.suspect and message.step not in self._quarantined:
             return {}
         listed = self._quarantined.get(message.step, frozenset())
-        digests = tuple(map(self._digest, message.items))
+        digests = tuple(self._digest(item, self._options(message, item)) for item in message.items)
         if message.suspect:
             dispatch, streams = (message.dispatch, ()) if isinstance(message, RunBatch) else (0, message.items)
             self._send(Suspected(dispatch, digests, tuple(item.id for item in streams)))
         return {position: QUARANTINED for position, one in enumerate(digests) if one in listed}
 
-    def _digest(self, item: Item) -> bytes:
+    def _digest(self, item: Item, options: bytes) -> bytes:
         """Return an item's digest; b'' when it cannot be read here, which its call will report."""
         download = None if self._memory.device is None else self._memory.device.download
         try:
-            return digest(item.inputs, self._memory.arenas, download)
+            return digest(item.inputs, self._memory.arenas, download, options)
         except StepError:
             return b""
 
@@ -67,12 +74,14 @@ Download = Callable[[Value], np.ndarray]
 """Download a device-only tensor."""
 
 
-def digest(inputs: Sequence[Value], arenas: Mapping[int, HostArena], download: Download | None = None) -> bytes:
-    """Return the SHA-256 over kind, dtype, shape and bytes of every input, in any memory.
+def digest(
+    inputs: Sequence[Value], arenas: Mapping[int, HostArena], download: Download | None = None, options: bytes = b""
+) -> bytes:
+    """Return the SHA-256 over kind, dtype, shape and bytes of every input, in any memory, and the item's options.
 
     download: reads device-only values; without it they raise StepError.
     """
-    hasher = hashlib.sha256()
+    hasher = hashlib.sha256(options)
     _update(inputs, arenas, download, hasher.update)
     return hasher.digest()
 

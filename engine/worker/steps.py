@@ -22,16 +22,21 @@ from weftline.engine.protocol.messages import (
     Awake,
     Chain,
     DropChains,
+    DropOptions,
     EndSequences,
     FromWorker,
+    Item,
     KvResize,
     KvResized,
     OpenFailed,
     OpenProgress,
     OpenSteps,
     Ready,
+    RunBatch,
+    SetOptions,
     Sleep,
     StepToOpen,
+    Submit,
     Wake,
 )
 from weftline.engine.worker.batch import HostedStep
@@ -40,6 +45,7 @@ from weftline.engine.worker.device import WorkerDevice
 from weftline.engine.worker.faults import failure
 from weftline.engine.worker.heartbeat import StatsCollector
 from weftline.engine.worker.inbox import Cancels
+from weftline.engine.worker.item_options import number_of
 from weftline.engine.worker.memory import Memory
 from weftline.engine.worker.memory_profile import DeviceMemoryMeter, profile_largest_batch
 from weftline.engine.worker.sleep import SleepController, SleepDevice
@@ -128,6 +134,18 @@ class Steps:
     def chain(self, message: Chain) -> None:
         """Register a chain of steps."""
         self.chains[message.id] = HostedChain(message, [self._batch_step(stage.step) for stage in message.stages])
+
+    def set_options(self, message: SetOptions | DropOptions) -> None:
+        """Set or forget options of a step's items; ignored for a step that is not open here."""
+        if message.step in self._nodes:
+            options = self._hosted(message.step).options
+            options.set(message) if isinstance(message, SetOptions) else options.drop(message)
+
+    def options_digest(self, message: RunBatch | Submit, item: Item) -> bytes:
+        """Return the request options of an item, encoded: those of its step, or of all stages of its chain."""
+        if isinstance(message, RunBatch) and message.chain:
+            return b"".join(step.options.digest(number) for step, _, number in self.chains[message.chain].stages)
+        return self._hosted(message.step).options.digest(number_of(item)) if message.step in self._nodes else b""
 
     def drop_chains(self, message: DropChains) -> None:
         """Forget chains, none of which runs."""

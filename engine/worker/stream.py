@@ -19,6 +19,7 @@ from weftline.engine.protocol.messages import PIECES, Failure, InputChunk, Item,
 from weftline.engine.protocol.values import pack
 from weftline.engine.worker.batch import read_only_copy, urgency_of
 from weftline.engine.worker.faults import check_device, failure
+from weftline.engine.worker.item_options import OptionSets
 from weftline.engine.worker.memory import Memory
 from weftline.engine.worker.outputs import OutputPlacement
 from weftline.errors import InputError, StepError, WeftlineError
@@ -42,6 +43,7 @@ class HostedStream:
         self.node = node
         self.memory = memory
         self._device = step.device
+        self.options = OptionSets(step, node)
         self._inputs = [name for name, _ in step.inputs]
         self._fed = step.fed
         self._outputs = {name: (place, PortType.parse(type)) for place, (name, type) in enumerate(step.outputs)}
@@ -69,7 +71,10 @@ class HostedStream:
                 if value.kind != PIECES.kind
             }
             fed = [(name, inputs.pop(name)) for name in self._fed if name in inputs]
-            urgency = urgency_of(item.metadata, self.name)
+            options = self.options.of(item)
+            urgency = urgency_of(item.metadata, options)
+            if self.options.any:
+                self.node.config = options.config
             with within(submitting(item.id, urgency)):
                 if self._takes_urgency:
                     self.node.submit(item.id, inputs, urgency)

@@ -15,7 +15,7 @@ from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import Checked, CheckedStep
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.check.control import conditional, guards, may_lack, switch_cases
-from weftline.pipelines.check.options import to_options
+from weftline.pipelines.check.options import request_options, to_options
 from weftline.pipelines.check.wiring import Streams, readers, run_order, streams_of
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
@@ -142,6 +142,8 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         fills_memory=issubclass(node, StreamNode) and node.fills_memory,
         variables=tuple(node.variables(one.config)),
         files=identities(one.files),
+        request_options=tuple(request_options(node, one.config)),
+        mixed_options=node.mixed_options,
     )
 
 

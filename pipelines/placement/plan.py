@@ -43,6 +43,8 @@ class PlannedStep(StepPolicy):
 
     node:       dotted path of the node class, 'weftline.nodes.whisper:Whisper', or 'file.py:Class' of a user's file.
     options:    the node's options as plain JSON-like values, defaults included, ready to become its Config.
+    request_options: names of the options that apply to single items: steps that differ in them may share a node.
+    mixed_options:   its node takes items with different request options in one call.
     inputs:     connected inputs only, in port order.
     outputs:    the node's output ports, types unified with their readers.
     readers:    for every output port, the number of step inputs, conditions and pipeline outputs that read it.
@@ -97,6 +99,8 @@ class PlannedStep(StepPolicy):
     fills_memory: Annotated[bool, DERIVED] = False
     variables: Annotated[tuple[str, ...], RESOURCE] = ()
     files: Annotated[tuple[FileIdentity, ...], RESOURCE] = ()
+    request_options: Annotated[tuple[str, ...], DERIVED] = ()
+    mixed_options: Annotated[bool, DERIVED] = False
 
 
 @dataclass(frozen=True, slots=True)

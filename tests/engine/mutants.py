@@ -24,10 +24,12 @@ from weftline.engine.scheduler import (
     graph,
     host_copies,
     idle,
+    item_options,
     lost_devices,
     programs,
     request_table,
     results,
+    routes,
     scheduler,
     streams,
     task_table,
@@ -36,6 +38,7 @@ from weftline.engine.scheduler import (
 from weftline.engine.scheduler.admission import Admission
 from weftline.engine.scheduler.batcher import Batcher
 from weftline.engine.scheduler.events import FromWorker, WorkerDied
+from weftline.engine.scheduler.item_options import OptionNumbers
 from weftline.engine.scheduler.lost_devices import LostDevice
 from weftline.engine.scheduler.recovery import LONE_DEATHS_MAX, Recovery, Verdict
 from weftline.engine.scheduler.request import Request
@@ -47,6 +50,7 @@ from weftline.engine.scheduler.state import SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.timers import Timers
 from weftline.engine.scheduler.workers import WorkerState
+from weftline.pipelines.spec.policy import CallPolicy
 from weftline.shm.lease import Ledger
 
 Plant = Callable[[pytest.MonkeyPatch, random.Random], None]
@@ -566,12 +570,13 @@ def answers_of_a_mixed_batch_that_are_exchanged(patch: pytest.MonkeyPatch, draws
 def an_estimate_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     join = StepQueue.join
 
-    def common(self: StepQueue, step: Any) -> None:
+    def common(self: StepQueue, step: Any, program: int) -> Any:
         step.latency = self.latency
         self.apart = [step]
-        join(self, step)
+        needed = join(self, step, program)
         step.latency = self.latency
         self._on_users()
+        return needed
 
     patch.setattr(StepQueue, "join", common)
 
@@ -750,3 +755,77 @@ def an_ended_worker_that_is_started_again(patch: pytest.MonkeyPatch, draws: rand
         return was_ready
 
     patch.setattr(workers, "dismiss", forgetful)
+
+
+@mutant
+def an_item_with_the_options_of_another_step(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    made = dispatch._metadata
+
+    def confused(state: SchedulerState, task: Any, queue: StepQueue) -> msg.ItemMetadata:
+        metadata = made(state, task, queue)
+        return msgspec.structs.replace(metadata, options=max(0, metadata.options - (draws.random() < 0.2)))
+
+    patch.setattr(dispatch, "_metadata", confused)
+
+
+@mutant
+def options_that_a_restarted_worker_does_not_have(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(OptionNumbers, "messages", lambda s: [])
+
+
+@mutant
+def options_that_are_dropped_while_a_step_has_them(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    leave = OptionNumbers.leave
+    patch.setattr(OptionNumbers, "leave", lambda s, step: leave(s, step) or max(s._steps, default=0))
+
+
+@mutant
+def options_that_outlive_their_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    leave = OptionNumbers.leave
+    patch.setattr(OptionNumbers, "leave", lambda s, step: leave(s, step) * 0)
+
+
+@mutant
+def a_batch_of_items_with_different_options(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(OptionNumbers, "_group", lambda s, options: 0)
+
+
+@mutant
+def a_number_of_options_that_is_used_twice(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    leave = OptionNumbers.leave
+
+    def stingy(self: OptionNumbers, step: Any) -> int:
+        gone = leave(self, step)
+        self._last = max(self._steps, default=0)
+        return gone
+
+    patch.setattr(OptionNumbers, "leave", stingy)
+
+
+@mutant
+def a_check_of_outputs_that_another_step_wants(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(item_options, "_policy", lambda step: CallPolicy())
+
+
+@mutant
+def a_chain_with_the_options_of_another_program(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(routes, "Stage", lambda step, inputs, options: msg.Stage(step, inputs))
+
+
+@mutant
+def a_stream_that_takes_two_programs_for_one(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    join = OptionNumbers.join
+    patch.setattr(OptionNumbers, "join", lambda s, step, program: join(s, step, 0))
+
+
+@mutant
+def a_seed_of_the_step_that_was_opened(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    encoded, policy = item_options._encoded, item_options._policy
+
+    def nameless(self: OptionNumbers, step: Any, program: int) -> Any:
+        own = self._own
+        same = encoded(step.planned) == own.options and policy(step.planned) == own.policy
+        return None if same else join(self, step, program)
+
+    join = OptionNumbers.join
+    patch.setattr(OptionNumbers, "join", nameless)

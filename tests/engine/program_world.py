@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.engine.option_world import OptionWorld
 from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.programs import DEATHS_MAX, DEATHS_MS, FIRST_PROGRAM, Program
 from weftline.engine.scheduler.request import Task
 from weftline.engine.scheduler.scheduler import Scheduler
+from weftline.engine.scheduler.workers import READY
 from weftline.pipelines.placement.chains import chains
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedOutput, PlannedStep
 from weftline.pipelines.spec.condition import Condition
@@ -147,6 +149,7 @@ class ProgramWorld:
     """
 
     def __init__(self, plan: Plan, seed: int, scheduler: Scheduler) -> None:
+        self.options = OptionWorld(plan, seed)
         self.rng = random.Random(f"programs {seed}")
         self.on = self.rng.random() < SHARE and plan.steps[0].sequence is None
         self._plan, self._scheduler = plan, scheduler
@@ -181,7 +184,7 @@ class ProgramWorld:
             plan, deployments = version_of(self._plan, id, self.rng)
             if any(one >= 0 and self._scheduler.gone(one) for one in deployments):
                 return []  # an engine opens a program only over what is loaded
-            events.append(ev.OpenProgram(id, plan, deployments))
+            events.append(ev.OpenProgram(id, self.options.vary(plan), deployments))
         for id in gone:
             self.versions[id].retired = True
             events.append(ev.RetireProgram(id))
@@ -377,3 +380,6 @@ class ProgramWorld:
             raise AssertionError(f"arenas {kept} of programs that have ended are kept")
         for version in self.versions.values():
             self._check_counts(version)
+        steps = [step for one in state.programs.values() for step in one.steps]
+        ready = [id for id, worker in enumerate(state.workers) if worker.state == READY]
+        self.options.check_rest([(step.deployment, step.options) for step in steps], ready)

@@ -24,6 +24,7 @@ import msgspec
 from tests.engine.device_world import UNSEEN, UNSEEN_AND_BEGUN, DeviceWorld, with_devices
 from tests.engine.idle_world import IdleWorld, with_idleness
 from tests.engine.kv_world import KvWorld, with_memory
+from tests.engine.option_world import with_options
 from tests.engine.program_world import KILLS_STREAMING_MAX as KILLS_SHARED_MAX
 from tests.engine.program_world import ProgramWorld
 from tests.engine.scheduler_harness import any_type
@@ -72,7 +73,7 @@ class World:
     def __init__(self, seed: int, requests: int = REQUESTS) -> None:
         self.rng = random.Random(seed)
         plan = with_timeouts(random_plan(self.rng, listed=seed % LISTED == LISTED - 1), seed)
-        self.plan = with_devices(with_idleness(with_memory(plan, seed), seed), seed)
+        self.plan = with_options(with_devices(with_idleness(with_memory(plan, seed), seed), seed), seed)
         self.idle = IdleWorld(seed)
         self.kv = KvWorld(self.plan, seed)
         self.gpus = DeviceWorld(self.plan, seed)
@@ -401,6 +402,7 @@ class World:
             held.pop(worker, None)  # type: ignore[attr-defined]
         blurred = self.hears_together or (worker, arena) in self.condemned
         self.programs.died(None if blurred else running, self.now)
+        self.programs.options.start(worker)
         self.kv.die(worker)
         self.gpus.die(worker)
         self.waiting_device.discard(worker)
@@ -696,6 +698,7 @@ class World:
                     self.kv.start(worker)
                     self.idle.start(worker)
                     self.gpus.start(worker)
+                    self.programs.options.start(worker)
                     self.later(("hello", worker, command.arena))
                 case ev.ShareArena():
                     self.gpus.share(command.worker, command.arena)
@@ -747,8 +750,13 @@ class World:
                     raise AssertionError(f"worker {worker} is to drop a chain that it runs")
                 for chain in message.chains if worker in self.chains else ():
                     del self.chains[worker][chain]
+            case msg.SetOptions() | msg.DropOptions():
+                if arena >= 0:  # else it has died, and the news be under way
+                    streams = [msg.Submit(step, (item,)) for step, item in self.streams.get(worker, ())]
+                    self.programs.options.receive(worker, message, [*self.inbox.get(worker, ()), *streams])
             case msg.Chain():
                 self.programs.chained(message)
+                self.programs.options.receive(worker, message, ())
                 self.chains[worker][message.id] = message
             case msg.Submit():
                 self.streams[worker].extend((message.step, item) for item in message.items)
@@ -838,6 +846,7 @@ class World:
                 raise AssertionError(f"item {item.id} is of a fallback that is not active")
             chain_id = message.chain if isinstance(message, msg.RunBatch) else 0
             self.programs.check_item(message.step, item, task, chain_id)
+            self.programs.options.check_item(worker, message, item, task)
             self.timed.check_sent(self.scheduler, message.step, item, self.now)
             for value in item.inputs:
                 if not request_table.holds_all(self.scheduler.state, [value]):
@@ -847,6 +856,7 @@ class World:
                 if stuck != worker and not item.metadata.start:
                     raise AssertionError(f"sequence {item.metadata.sequence} moved from worker {stuck} to {worker}")
                 self.sequence_of[(message.step, item.metadata.sequence)] = worker
+        self.programs.options.check_batch(worker, message)
 
     def check_feed(self, worker: int, message: msg.InputChunks) -> None:
         """Check that chunks arrive at the item's worker in order, none lost, and end with the whole value."""
