@@ -223,7 +223,9 @@ def kill(state: SchedulerState, worker_id: int, why: str, cause: str = ev.INVALI
 
 def send_ready(state: SchedulerState, deployment: int, message: msg.ToWorker | None) -> None:
     """Send a message, if there is one, to the workers that have opened a deployment."""
-    for worker_id in state.deployments[deployment].workers if message is not None else ():
+    if message is None:
+        return
+    for worker_id in state.deployments[deployment].workers:
         if state.workers[worker_id].state == READY:
             state.out.append(ev.Send(worker_id, message))
 
