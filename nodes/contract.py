@@ -240,7 +240,8 @@ class Node(ABC):
     idempotent:     a second run for the same item does no harm; `idempotent:` of a step overrides it.
     user_code:      the node runs Python code that the user names, so that its steps share it only with `share: true`.
     stateful:       the node keeps state between the requests of a sequence; see `Batch.urgency` and `end_sequence`.
-    mixed_options:  a call may have items with different request options; see `BatchNode.configs`.
+    mixed_options:  a call may have items with different request options; see `BatchNode.configs`. A stream node takes
+                    them always: they differ from `submit` to `submit`.
     other_options:  options that only another engine of this node has, with that engine, for the message of `check`.
     """
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -58,6 +59,9 @@ from weftline.shm.device.names import is_gpu
 if TYPE_CHECKING:
     import torch
 
+PREFIXES_KEPT = 256
+"""Most texts before inputs, of steps that share the node."""
+
 _WIDTH_KEYS = ("hidden_size", "dim", "d_model", "n_embd")
 _ENCODERS = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
 """Encoder-only classes of transformers for encoder-decoder models, by model_type."""
@@ -92,7 +96,7 @@ class EmbedConfig:
     model: str
     pooling: str | None = None
     normalise: bool | None = None
-    dimensions: int | None = None
+    dimensions: Annotated[int | None, REQUEST] = None
     prompt: Annotated[str | None, REQUEST] = None
     prefix: Annotated[str | None, REQUEST] = None
     precision: str = "float32"
@@ -110,10 +114,12 @@ class Embed(BatchNode):
     extra: ClassVar[str] = "llm"
     heavy: ClassVar[bool] = True
     batch_default: ClassVar[tuple[int, float]] = (32, 2.0)
+    mixed_options: ClassVar[bool] = True
 
     _network: Any = None
     _layers: Any = None  # the head's dense layers, as torch modules
     _head: SentenceHead
+    _prefix: Callable[[str | None, str | None], str]
     _device: str  # as torch calls it
     _on_device: bool  # embeddings stay on the device
     _tokens: TextTokens
@@ -158,6 +164,7 @@ class Embed(BatchNode):
             folder = fetch_folder(model, context.base_dir)
             written = read_head(folder, model, self.config.prompt)
             self._head = _chosen(self.config, written)
+            self._prefix = lru_cache(PREFIXES_KEPT)(partial(_prefix, folder, model))
             network = f"{model}/{written.network}" if written is not None and written.network else model
             if network != model and find_model(model, context.base_dir) is None:
                 fix = "download the model and name its folder"
@@ -186,7 +193,8 @@ class Embed(BatchNode):
         of_fitting(self._tokens.encode(["warm-up"], [Overflow("end")]), lambda fitting: [*self._embed(fitting)])
 
     def run(self, batch: Batch) -> Outputs:
-        texts = [self._head.prefix + text for text in batch["text"]]
+        prefixes = [self._prefix(one.prompt, one.prefix) for one in self.configs(batch)]
+        texts = [prefix + text for prefix, text in zip(prefixes, batch["text"], strict=True)]
         rules = [read_overflow(one, Overflow(self.config.overflow)) for one in batch.get("overflow")]
         encoded = self._tokens.encode([text.lower() for text in texts] if self._head.lower else texts, rules)
         return {
@@ -275,6 +283,17 @@ def _chosen(config: EmbedConfig, written: SentenceHead | None) -> SentenceHead:
         normalise=head.normalise if config.normalise is None else config.normalise,
         prefix=head.prefix if config.prefix is None else config.prefix,
     )
+
+
+def _prefix(folder: Path, model: str, prompt: str | None, prefix: str | None) -> str:
+    """Return the text before a step's inputs; ModelError: the model has no such prompt."""
+    if prefix is not None:
+        return prefix
+    try:
+        written = read_head(folder, model, prompt)
+    except ConfigError as error:
+        raise model_error(error) from None
+    return "" if written is None else written.prefix
 
 
 def _check_dimensions(config: EmbedConfig, width: int | str) -> None:

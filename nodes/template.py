@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
@@ -21,6 +22,9 @@ from weftline.node import Batch, BatchNode, ConfigError, OpenContext, Outputs, P
 
 if TYPE_CHECKING:
     from weftline.nodes.template_sandbox import Sandbox
+
+TEMPLATES_KEPT = 256
+"""Most compiled templates of steps that share the node."""
 
 VIDEOS = "videos"
 """Name of the input whose pictures are the frames of a video."""
@@ -65,9 +69,10 @@ class Template(BatchNode):
 
     Config: ClassVar[type[Any]] = TemplateConfig
     batch_default: ClassVar[tuple[int, float]] = (8, 0.0)
+    mixed_options: ClassVar[bool] = True
 
     _sandbox: Sandbox
-    _template: Any
+    _compiled: Callable[[str], tuple[Any, Any]]
 
     @classmethod
     def ports(cls, config: TemplateConfig, step: StepContext) -> Ports:
@@ -91,39 +96,39 @@ class Template(BatchNode):
         from weftline.nodes.template_sandbox import Sandbox
 
         self._sandbox = Sandbox()
+        self._compiled = lru_cache(TEMPLATES_KEPT)(self._sandbox.prepared)
         try:
-            self._template, _ = self._sandbox.prepared(self.config.template)
+            self._compiled(self.config.template)
         except ValueError as error:
             raise ConfigError("template", str(error)) from None
 
     def run(self, batch: Batch) -> Outputs:
         rows = [{name: batch[name][position] for name in batch.ports} for position in range(len(batch))]
-        config = self.config
+        config, configs = self.config, self.configs(batch)
         if not (config.images or config.videos):
-            return {"text": [self._try_render(row) for row in rows]}
-        shown = [self._try_show(row) for row in rows]
+            return {"text": [self._try_render(row, own) for row, own in zip(rows, configs, strict=True)]}
+        shown = [self._try_show(row, own) for row, own in zip(rows, configs, strict=True)]
         ports = ("text", *(["images"] if config.images else ()), *(["videos"] if config.videos else ()))
         return {port: [one if isinstance(one, StepError) else one[port] for one in shown] for port in ports}
 
-    def _try_show(self, inputs: Mapping[str, Any]) -> dict[str, Any] | StepError:
+    def _try_show(self, inputs: Mapping[str, Any], config: TemplateConfig) -> dict[str, Any] | StepError:
         """Return the rendered text of an item with a character for each picture and video, and these."""
-        media = Media(self.config.images, self.config.videos)
+        media = Media(config.images, config.videos)
         try:
             marked = {name: media.mark(value, name) for name, value in inputs.items()}
         except ValueError as error:
             return StepError(f"the template: {error}")
-        text = self._try_render(marked)
+        text = self._try_render(marked, config)
         return text if isinstance(text, StepError) else media.taken(text)
 
-    def _try_render(self, inputs: Mapping[str, Any]) -> str | StepError:
+    def _try_render(self, inputs: Mapping[str, Any], config: TemplateConfig) -> str | StepError:
         from jinja2.exceptions import TemplateError
 
         from weftline.nodes.template_sandbox import Overrun
 
-        config = self.config
         try:
-            values = variables(inputs)
-            return self._sandbox.generate(self._template, values, config.output_chars_max, config.render_max_ms)
+            values, (template, _) = variables(inputs), self._compiled(config.template)
+            return self._sandbox.generate(template, values, config.output_chars_max, config.render_max_ms)
         except Overrun as error:
             return StepError(f"the template makes {error}" if "limit" not in str(error) else f"the template: {error}")
         except (TemplateError, TypeError, ValueError, KeyError, LookupError, ArithmeticError, RecursionError) as error:

@@ -106,6 +106,7 @@ class Whisper(BatchNode):
     extra: ClassVar[str] = "whisper"
     heavy: ClassVar[bool] = True
     batch_default: ClassVar[tuple[int, float]] = (8, 5.0)
+    mixed_options: ClassVar[bool] = True
 
     _network: Any = None  # a whisper_decoding.Network while the node is open
     _search: Search
@@ -163,13 +164,16 @@ class Whisper(BatchNode):
         self._items_max = max(context.items_max, 1)
 
     def warm_up(self) -> None:
-        silence = self._recording(np.zeros(min(AUDIO_HZ, self._window), np.float32), None, None)
+        one_second = np.zeros(min(AUDIO_HZ, self._window), np.float32)
+        silence = self._recording(one_second, self.config.language, self.config.task)
         if isinstance(silence, Recording):
             self._decoder(replace(self._search, tokens_max=2, no_speech_threshold=None)).decode([silence])
 
     def run(self, batch: Batch) -> Outputs:
-        wishes = zip(batch["audio"], batch.get("language"), batch.get("task"), strict=True)
-        found = [self._recording(*wish) for wish in wishes]
+        wishes = zip(batch["audio"], batch.get("language"), batch.get("task"), self.configs(batch), strict=True)
+        found = [
+            self._recording(audio, language or own.language, task or own.task) for audio, language, task, own in wishes
+        ]
         for position, one in enumerate(found):
             if isinstance(one, Recording):
                 one.cancelled = partial(batch.cancelled, position)
@@ -203,7 +207,7 @@ class Whisper(BatchNode):
     def _decoder(self, search: Search) -> WindowDecoder:
         return WindowDecoder(self._network, search, self._items_max, self._segments, self.config.timestamps == "word")
 
-    def _recording(self, samples: Any, language: str | None, task: str | None) -> Recording | InputError:
+    def _recording(self, samples: Any, language: str, task: str) -> Recording | InputError:
         """Return a recording with its windows, or the reason why its request is refused."""
         try:
             recording = Recording(self._network.samples(samples), self._language(language), self._task(task))
@@ -212,9 +216,9 @@ class Whisper(BatchNode):
         recording.windows = [Window(recording, start, end) for start, end in self._cut(recording)]
         return recording
 
-    def _language(self, wanted: str | None) -> str:
+    def _language(self, wanted: str) -> str:
         """Return the code of a request's language; '': to be detected."""
-        code = (wanted or self.config.language).strip().lower()
+        code = wanted.strip().lower()
         if code not in ("auto", *LANGUAGES[: self._network.languages]):
             raise InputError(
                 f"language: found {code!r:.40}, expected a code such as en or de that the model has, or auto"
@@ -225,8 +229,7 @@ class Whisper(BatchNode):
             return "en"
         return "" if code == "auto" else code
 
-    def _task(self, wanted: str | None) -> str:
-        task = wanted or self.config.task
+    def _task(self, task: str) -> str:
         if task not in TASKS:
             raise InputError(f"task: found {task!r:.40}, expected transcribe or translate")
         if task == "translate" and not self._network.multilingual:

@@ -24,7 +24,6 @@ from weftline.engine.llm.vision.prompt import PromptImage
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
-    from weftline.engine.llm.options import LlmConfig
     from weftline.engine.llm.tokens import Tokens
 
 KEY_TOKENS = 1024
@@ -52,8 +51,9 @@ class AnswerFormat:
     reasons: True if its answers may begin with reasoning.
     """
 
-    def __init__(self, config: LlmConfig, tokens: Tokens) -> None:
-        self.tools, self.reasons = read_notation(config, tokens.template)
+    def __init__(self, tool_format: str, reasoning: str, tokens: Tokens) -> None:
+        """tool_format, reasoning: as in LlmConfig."""
+        self.tools, self.reasons = read_notation(tool_format, reasoning, tokens.template)
         self._tokens = tokens
 
     def prepare(self, request: ToolRequest, prompt: list[int], params: SamplingParams) -> Prepared:
@@ -97,7 +97,7 @@ class AnswerFormat:
         return any(map(self._tokens.skips, marks))
 
 
-def read_notation(config: LlmConfig, template: str) -> tuple[str, bool]:
+def read_notation(tool_format: str, reasoning: str, template: str) -> tuple[str, bool]:
     """Return the format of tool calls ('' for none), and whether reasoning is separated. template: '' for none."""
     found = {"auto": find_tool_format(template), "none": ""}
-    return found.get(config.tool_format, config.tool_format), config.reasoning == "auto" and END_THINK in template
+    return found.get(tool_format, tool_format), reasoning == "auto" and END_THINK in template

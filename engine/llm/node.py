@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weftline.engine.llm.answer_format import AnswerFormat, Prepared, read_notation
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from weftline.engine.llm.vision.reader import ImageReader, Taken
 
 _NO_TOOLS = ToolRequest()
+STEPS_KEPT = 256
+"""Most steps that share the node whose fixed prompts are kept as tokens."""
+
 NAME_CHARS_MAX = 256
 """Most characters of a tenant or adapter name."""
 
@@ -69,12 +72,13 @@ class _Submitted:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Request:
-    """An item as it was submitted."""
+    """An item as it was submitted. config: has the request options of its own step."""
 
     item: int
     inputs: Mapping[str, Any]
     urgency: Urgency
     now_ms: float
+    config: LlmConfig
 
     @property
     def deadline_ms(self) -> float | None:
@@ -101,8 +105,9 @@ class Llm(StreamNode):
         self._images: ImageReader | None = None
         self._decoding: DecodingThread[_Request, Taken] | None = None
         self._progress: Callable[[str, float], None] = lambda phrase, fraction: None
-        self._retained: list[int] = []
-        self._format: AnswerFormat | None = None
+        # of each step that shares the node: cached, as they follow from the options of a request's step
+        self._retained = lru_cache(STEPS_KEPT)(self._fixed_tokens)
+        self._format = lru_cache(STEPS_KEPT)(self._answer_format)
         self._refused: list[Piece] = []
         self._outputs: dict[int, RequestOutput] = {}
         self._counters = TokenCounters()
@@ -141,7 +146,9 @@ class Llm(StreamNode):
             rounds = f"rounds of at most {limits.tokens_max} tokens (round_tokens_max)"
             found.append(f"at most {limits.sequences_max} requests generate at a time (sequences_max), in {rounds}")
         if config.task == "generate":
-            tools, reasons = read_notation(config, template_of(config.model, step.base_dir))
+            tools, reasons = read_notation(
+                config.tool_format, config.reasoning, template_of(config.model, step.base_dir)
+            )
             found += [f"tool calls are read in the notation {tools} (tool_format)"] * bool(tools)
             found += [f"text up to {END_THINK} is the output reasoning (reasoning)"] * reasons
         return [*found, *image_notes(config, step.base_dir), *hub_notes(config.model, step.base_dir)]
@@ -160,11 +167,11 @@ class Llm(StreamNode):
             )
         self._room = context.memory_limit
         self._kv_most_bytes = context.kv_most_bytes
-        if self.config.system and not self._tokens.has_template:
+        try:
+            self._check_system(self.config)
+        except ModelError:
             self.close()
-            raise ModelError(f"model {self.config.model}: it has no chat template, so `system` cannot be used")
-        self._format = AnswerFormat(self.config, self._tokens)
-        self._retained = self._fixed_tokens() if self.config.task == "generate" else []
+            raise
 
     def warm_up(self) -> None:
         engine, _ = self._opened()
@@ -212,11 +219,13 @@ class Llm(StreamNode):
         if self._decoding is not None:
             self._decoding.close()
         self._engine = self._tokens = self._images = self._decoding = None
+        self._retained.cache_clear()
+        self._format.cache_clear()
         self._outputs.clear()
         self._long.clear()
 
     def submit(self, item: int, inputs: Mapping[str, Any], urgency: Urgency = USUAL) -> None:
-        request = _Request(item, inputs, urgency, _now_ms())
+        request = _Request(item, inputs, urgency, _now_ms(), self.config)
         if self._decoding is not None and self._images is not None and shows_media(inputs):
             due_ms = urgency_ms(request.now_ms, request.deadline_ms, urgency.priority)
             cost = 1 + encoded_chars(inputs) / MESSAGE_CHARS
@@ -234,8 +243,8 @@ class Llm(StreamNode):
             if pool:
                 prepared = Prepared(words.raw(inputs["text"] or " "), SamplingParams(), None)
             else:
-                prepared = self._prepared(inputs, urgency.seed, taken)
-            fixed = self._fixed(prepared.prompt)
+                prepared = self._prepared(request, taken)
+            fixed = 0 if pool else self._fixed(prepared.prompt, request.config)
             template = (Retention(0, fixed, PRIORITY_TEMPLATE),) if fixed else ()
             options = LlmRequestOptions(
                 urgency.priority,
@@ -380,17 +389,25 @@ class Llm(StreamNode):
             bool(self._refused) or bool(self._decoding) or (engine is not None and (engine.busy or not engine.recorded))
         )
 
-    def _prepared(self, inputs: Mapping[str, Any], seed: int | None, taken: Taken | None) -> Prepared:
+    def _prepared(self, request: _Request, taken: Taken | None) -> Prepared:
         """Return prompt, pictures, sampling options and answer notation of a request; InputError if it is invalid."""
-        if self._format is None:
-            raise RuntimeError("the llm node is not open")
-        tools = ToolRequest.read(inputs)
-        params = self._params(inputs, seed, shows_control=bool(tools.offered) and not self._format.tools)
-        prompt, images = self._prompt(inputs, tools, taken)
-        return dataclasses.replace(self._format.prepare(tools, prompt, params), images=images)
+        config = request.config
+        self._check_system(config)
+        format = self._format(config.tool_format, config.reasoning)
+        tools = ToolRequest.read(request.inputs)
+        params = self._params(request, shows_control=bool(tools.offered) and not format.tools)
+        prompt, images = self._prompt(request, tools, taken)
+        return dataclasses.replace(format.prepare(tools, prompt, params), images=images)
 
-    def _params(self, inputs: Mapping[str, Any], seed: int | None, shows_control: bool) -> SamplingParams:
-        params: SamplingParams = self.config.sampling
+    def _check_system(self, config: LlmConfig) -> None:
+        if config.system and not self._opened()[1].has_template:
+            raise ModelError(f"model {config.model}: it has no chat template, so `system` cannot be used")
+
+    def _answer_format(self, tool_format: str, reasoning: str) -> AnswerFormat:
+        return AnswerFormat(tool_format, reasoning, self._opened()[1])
+
+    def _params(self, request: _Request, shows_control: bool) -> SamplingParams:
+        params, inputs, seed = request.config.sampling, request.inputs, request.urgency.seed
         if shows_control:  # the caller reads the calls, and control tokens may be part of them
             params = dataclasses.replace(params, skip_special_tokens=False)
         if inputs.get("sampling") is not None:
@@ -398,17 +415,18 @@ class Llm(StreamNode):
         return params if seed is None or params.seed is not None else dataclasses.replace(params, seed=seed)
 
     def _prompt(
-        self, inputs: Mapping[str, Any], request: ToolRequest, taken: Taken | None
+        self, request: _Request, tools: ToolRequest, taken: Taken | None
     ) -> tuple[list[int], tuple[PromptImage, ...]]:
         """Return the tokens of a request's prompt, and its pictures."""
-        encode = partial(self._prompt_tokens, request=request)
+        inputs = request.inputs
+        encode = partial(self._prompt_tokens, system=request.config.system, request=tools)
         if self._images is not None:
             return self._images.lay_out(taken or self._images.take(inputs), encode)
         refuse_media(inputs, self.config.model)
         return encode(inputs), ()
 
     def _prompt_tokens(
-        self, inputs: Mapping[str, Any], media: Marks = NO_MARKS, request: ToolRequest = _NO_TOOLS
+        self, inputs: Mapping[str, Any], media: Marks = NO_MARKS, system: str = "", request: ToolRequest = _NO_TOOLS
     ) -> list[int]:
         """Return the tokens of the prompt or conversation. media: what stands for pictures and videos in its texts."""
         _, tokens = self._opened()
@@ -427,31 +445,28 @@ class Llm(StreamNode):
             raise InputError("tools: the model has no chat template, which would describe them", param="tools")
         if not tokens.has_template:
             return tokens.raw(prompt, media)
-        return tokens.chat(self._turns(prompt), tools, media)
+        return tokens.chat(_turns(system, prompt), tools, media)
 
-    def _turns(self, prompt: str) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.config.system}] if self.config.system else []
-        return [*system, {"role": "user", "content": prompt}]
-
-    def _fixed_tokens(self) -> list[int]:
-        """Return the leading tokens of every prompt of this step: the common prefix of two different prompts."""
+    def _fixed_tokens(self, system: str, prefix: str) -> list[int]:
+        """Return the leading tokens of every prompt of a step: the common prefix of two different prompts."""
         _, tokens = self._opened()
-        if not (self.config.system or self.config.prefix):
+        if not (system or prefix):
             return []
         try:
             ways = [
-                tokens.chat(self._turns(text)) if tokens.has_template else tokens.raw(text)
-                for text in (f"{self.config.prefix}0", f"{self.config.prefix}?")
+                tokens.chat(_turns(system, text)) if tokens.has_template else tokens.raw(text)
+                for text in (f"{prefix}0", f"{prefix}?")
             ]
         except InputError:
             return []  # the template refuses such a turn: no fixed prefix
         same = next((at for at, (a, b) in enumerate(zip(*ways, strict=False)) if a != b), 0)
         return ways[0][:same]
 
-    def _fixed(self, tokens: list[int]) -> int:
+    def _fixed(self, tokens: list[int], config: LlmConfig) -> int:
         """Return the number of leading prompt tokens that are the step's own, in whole pages."""
-        same: int = next((at for at, (a, b) in enumerate(zip(tokens, self._retained)) if a != b), len(self._retained))
-        page_tokens: int = self.config.page_tokens
+        retained = self._retained(config.system, config.prefix)
+        same: int = next((at for at, (a, b) in enumerate(zip(tokens, retained)) if a != b), len(retained))
+        page_tokens: int = config.page_tokens
         return same - same % page_tokens  # a page with other tokens cannot be shared
 
     def _take(self, update: TokenUpdate, pieces: list[Piece]) -> None:
@@ -494,14 +509,19 @@ def _name(inputs: Mapping[str, Any], port_name: str) -> str:
     return name
 
 
+def _turns(system: str, prompt: str) -> list[dict[str, str]]:
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
 def _now_ms() -> float:
     return time.monotonic() * 1e3
 
 
 def _salt(request: _Request) -> bytes:
-    """Return the cache salt of a request's caller and tenant; b'' for neither."""
-    caller, tenant = request.urgency.caller, _name(request.inputs, "tenant")
-    return f"{len(caller)}:{caller}:{tenant}".encode() if caller or tenant else b""
+    """Return the cache salt of a request's program, caller and tenant; b'' for none."""
+    program, caller, tenant = request.urgency.program, request.urgency.caller, _name(request.inputs, "tenant")
+    own = f"{program}|" if program else ""
+    return f"{own}{len(caller)}:{caller}:{tenant}".encode() if own or caller or tenant else b""
 
 
 def _take_pictures(images: ImageReader, request: _Request, cancelled: Callable[[], bool]) -> Taken:

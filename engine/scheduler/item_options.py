@@ -57,7 +57,8 @@ class OptionNumbers:
         key = _Key(step.name, apart, _encoded(planned), _policy(planned))
         if key == self._own:
             return None
-        step.group = 0 if self._opened.mixed_options else self._group(key.options)
+        mixed = self._opened.mixed_options or self._opened.streams
+        step.group = 0 if mixed else self._group(key.options)
         step.sends_options = key[1:] != self._own[1:]
         known = self._messages.get(key)
         if known is None:

@@ -119,7 +119,8 @@ class ExternalLlm(StreamNode):
         try:
             if urgency.left_ms is not None and urgency.left_ms <= 0:
                 raise DeadlineExceeded("the deadline passed before the request was sent to the external engine")
-            request = chat_request(self.config, inputs, self._salt_secret, urgency.caller, urgency.seed)
+            secret, of = self._salt_secret, (urgency.caller, urgency.seed, urgency.program)
+            request = chat_request(self.config, inputs, secret, *of)
         except WeftlineError as error:
             self._counters.failed += 1
             self._refused.append(Piece(item, last=True, error=error))

@@ -51,12 +51,17 @@ class ChatRequest:
 
 
 def chat_request(
-    config: ExternalLlmConfig, inputs: Mapping[str, Any], secret: bytes, caller: str = "", seed: int | None = None
+    config: ExternalLlmConfig,
+    inputs: Mapping[str, Any],
+    secret: bytes,
+    caller: str = "",
+    seed: int | None = None,
+    program: int = 0,
 ) -> ChatRequest:
     """Return the request of a step's inputs; InputError for invalid ones.
 
     secret: key of the salts for the server's prefix cache.   caller: identity of the client; '' without one.
-    seed:   seed of the request, unless its sampling options have one.
+    seed:   seed of the request, unless its sampling options have one.   program: as in Urgency.
     """
     server = SERVERS[config.server]
     params = _params(config, inputs.get("sampling"), seed)
@@ -69,7 +74,7 @@ def chat_request(
         **_other_forms(params, config.server),
         **_tools(inputs, server),
     }
-    salt = _salt(secret, caller, inputs.get("tenant"))
+    salt = _salt(secret, program, caller, inputs.get("tenant"))
     if salt and server.salted:
         body["cache_salt"] = salt
     bytes_max = min(ANSWER_BYTES_MIN + params.n * params.tokens_max * TOKEN_BYTES_MAX, ANSWER_BYTES_MAX)
@@ -155,13 +160,14 @@ def _tools(inputs: Mapping[str, Any], server: Server) -> dict[str, Any]:
     return found
 
 
-def _salt(secret: bytes, caller: str, tenant: object) -> str:
-    """Return a text that other clients of the server cannot guess, for a caller and tenant; '' for neither."""
+def _salt(secret: bytes, program: int, caller: str, tenant: object) -> str:
+    """Return a text that other clients of the server cannot guess, for a program, caller and tenant; '' for none."""
     if tenant is not None and (not isinstance(tenant, str) or len(tenant) > NAME_CHARS_MAX):
         raise InputError(f"tenant: expected a text of at most {NAME_CHARS_MAX} characters")
-    if not (caller or tenant):
+    if not (program or caller or tenant):
         return ""
-    return hmac.new(secret, f"{len(caller)}:{caller}:{tenant or ''}".encode(), hashlib.sha256).hexdigest()
+    own = f"{program}|" if program else ""
+    return hmac.new(secret, f"{own}{len(caller)}:{caller}:{tenant or ''}".encode(), hashlib.sha256).hexdigest()
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:

@@ -82,7 +82,7 @@ def test_callers_share_the_steps_own_pages_and_nothing_else(folder):
         made.submit(1, {**prompt, **more}, Urgency(caller=caller))
         return int(_finish(made)[1][-1].outputs["usage"]["cached_tokens"])
 
-    fixed = made._fixed(made._prompt_tokens(prompt))
+    fixed = made._fixed(made._prompt_tokens(prompt, system=system), made.config)
     assert fixed > 16
     assert cached("one") == 0
     own = cached("one")
