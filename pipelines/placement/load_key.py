@@ -21,7 +21,7 @@ from weftline.fields import classes
 from weftline.nodes.declared_files import local_path
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import CheckedStep
-from weftline.pipelines.check.options import to_options
+from weftline.pipelines.check.options import load_options
 from weftline.pipelines.placement.bare_plan import BarePlan
 from weftline.pipelines.placement.plan import PlannedStep
 from weftline.pipelines.spec.graph import Step
@@ -86,10 +86,9 @@ def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: M
     base_dir = step.base_dir.absolute() if step.base_dir is not None else base_dir
     parts = {name: getattr(one.step, name) for name in _loaded(Step)}
     parts |= {name: getattr(step, name) for name in _loaded(PlannedStep) if name not in _PLACED}
-    options = to_options(one.config)  # with request options, until these travel with the items
+    options = load_options(one.node, one.config)
     parts["options"] = options if one.user_code else _resolved(options, base_dir)
     parts["base_dir"] = base_dir if one.user_code else None
-    parts["finite"] = step.finite
     parts["variables"] = {name: environment.get(name) for name in step.variables}
     del parts["worker"]
     digests = tuple((name, _digest(_plain(value))) for name, value in sorted(parts.items()))

@@ -115,7 +115,7 @@ def test_every_key_of_a_step_has_a_change_here() -> None:
 def separates(of: type[Any], name: str) -> bool:
     given = classes(of)[name]
     assert given is not None
-    return given.part == "load" or name == "finite"  # checked in the worker for all items alike
+    return given.part == "load"
 
 
 @pytest.mark.parametrize("name", [name for name, change in STEP_CHANGES.items() if change is not None])
