@@ -268,10 +268,10 @@ def _joined(word: str, parts: Sequence[Condition]) -> Condition:
 
 def _replaced(tree: Tree, wires: Sequence[Tree]) -> Tree:
     """Return the tree with each wire replaced by the tree at its index."""
-    if tree[0] == "wire":
-        return wires[tree[1]]
     if not tree or tree[0] == "value":
         return tree
+    if tree[0] == "wire":
+        return wires[tree[1]]
     return tuple(_replaced(part, wires) if isinstance(part, tuple) else part for part in tree)
 
 

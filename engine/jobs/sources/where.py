@@ -207,6 +207,9 @@ def _value(tree: Tree, of: Condition, columns: ConditionColumns) -> Any:
             return _inside(_value(inner, of, columns), key)
         case ("len", inner):
             return _length(_value(inner, of, columns))
+        case ("max" | "min" as name, default, *parts):
+            found = [_value(part, of, columns) for part in parts]
+            return _extreme(name, found, _value(default, of, columns) if default else None)
         case ("not", inner):
             return pc.invert(_truth(_value(inner, of, columns), columns))
         case ("and" | "or" as word, *parts):
@@ -293,7 +296,33 @@ def _inside(found: Any, key: str | int) -> Any:
         return pc.struct_field(found, [key])
     if _is_array(found) and pa.types.is_map(found.type):
         return pc.map_lookup(found, pa.scalar(key, found.type.key_type), "first")
+    if _is_array(found) and is_list(found.type) and isinstance(key, int):
+        rows = (one or () for one in found.to_pylist())
+        return pa.array([one[key] if -len(one) <= key < len(one) else None for one in rows], found.type.value_type)
     raise ValueError(f"{literal(key)} is no key of {found.type if _is_array(found) else 'a constant'}")
+
+
+def _extreme(name: str, parts: Sequence[Any], default: Any) -> Any:
+    """Return the extreme of each row's list, or of several values; null where one of them is null.
+
+    default: for empty and absent lists; None: null.
+    """
+    parts = [one.plain() if isinstance(one, CsvCells) else one for one in parts]
+    default = default.plain() if isinstance(default, CsvCells) else default
+    if len(parts) > 1:
+        pick = pc.max_element_wise if name == "max" else pc.min_element_wise
+        return pick(*(one if _is_array(one) else pa.scalar(one) for one in parts), skip_nulls=False)
+    (found,) = parts
+    if not _is_array(found) or is_number(found.type):
+        return found
+    if not is_list(found.type):
+        raise ValueError(f"a column of {found.type} has no {name}")
+    choose = max if name == "max" else min
+    lists = ([] if one is None else one for one in found.to_pylist())
+    extremes = pa.array([choose(one) if one and None not in one else None for one in lists], found.type.value_type)
+    if default is None:
+        return extremes
+    return pc.if_else(pc.equal(pc.fill_null(pc.list_value_length(found), 0), 0), default, extremes)
 
 
 def _length(found: Any) -> Any:

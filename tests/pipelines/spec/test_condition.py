@@ -125,6 +125,17 @@ def test_names_of_inputs_are_read_as_inputs() -> None:
     assert resolve(untouched, {"q"}) is untouched
 
 
+@pytest.mark.parametrize(
+    "text", ["max(facts.scores) < 0.8", "min(facts.scores, default=1) < 0.8", "max(facts.a, 0) < 1"]
+)
+def test_extremes_of_inputs_and_of_joined_conditions_hold(text: str) -> None:
+    one = resolve(parse(text), ["facts"])
+    assert one.wires == (Wire(None, "facts"),)
+    for each in (one, all_of([one, one]), rewired(one, [Wire("s", "facts")])):
+        assert each.holds([{"scores": [0.5], "a": 0.5}])
+        assert not each.holds([{"scores": [0.9], "a": 1.5}])
+
+
 def test_conditions_are_joined_over_the_same_wires() -> None:
     by = Wire("ask", "kind")
     both = any_of([all_of([equals(by, "a"), equals(Wire(None, "x"), True)]), none_of(by, ["a", 3])])
