@@ -123,10 +123,20 @@ def numbers(raw: Any, dtype: str | None, name: str = "") -> np.ndarray:
         raise InputError(inexact(name or dtype) if dtype is not None else "an integer of more than 64 bits")
     if array.dtype.kind not in "biufc":
         raise InputError("something else than numbers")
+    array = _as_integers(raw, array)
     held, wrong = converted(array, dtype) if dtype is not None else (array, None)
     if wrong is not None or _lost_among_floats(raw, array, dtype or array.dtype.name):
         raise InputError(inexact(name or dtype or array.dtype.name))
     return held
+
+
+def _as_integers(raw: Any, array: np.ndarray) -> np.ndarray:
+    """Return uint64 for integers of which numpy made doubles, since some of them do not fit int64."""
+    if array.dtype != np.float64 or not array.ndim or not (array >= 2.0**63).any():
+        return array
+    exact = np.asarray(raw, object)
+    fits = all(isinstance(one, int | np.integer) and 0 <= one < 1 << 64 for one in exact.flat)
+    return exact.astype(np.uint64) if fits else array
 
 
 def _lost_among_floats(raw: Any, array: np.ndarray, dtype: str) -> bool:

@@ -140,14 +140,19 @@ def as_tables(tables: Iterable[Any]) -> Iterator[pa.Table]:
 
 
 def streamed(dataset: Any) -> Iterator[pa.Table]:
-    """Yield a table, or the batches of an Arrow stream."""
+    """Yield a table, or the batches of an Arrow stream; categories as their values."""
     import pyarrow as pa
 
-    if isinstance(dataset, pa.Table):
-        yield dataset
-    else:
-        for batch in pa.RecordBatchReader.from_stream(dataset):
-            yield pa.Table.from_batches([batch])
+    from weftline.engine.jobs.sources.reader import normalized_schema
+
+    is_table = isinstance(dataset, pa.Table)
+    for part in [dataset] if is_table else pa.RecordBatchReader.from_stream(dataset):
+        table = part if is_table else pa.Table.from_batches([part])
+        yield (
+            table.cast(normalized_schema(table.schema))
+            if any(map(pa.types.is_dictionary, table.schema.types))
+            else table
+        )
 
 
 def object_cells(frame: Any) -> tuple[pa.Table, pa.Schema] | None:

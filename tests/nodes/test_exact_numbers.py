@@ -130,6 +130,16 @@ def test_detections_keep_their_classes_or_are_refused() -> None:
     assert live(right, {}).classes.dtype == np.int32
 
 
+@pytest.mark.parametrize("raw", [[2**64 - 1, 1], [[0], [2**63 + 1]], (2**63, 0, True), [np.uint64(2**64 - 1), 7]])
+def test_lists_of_large_and_small_integers_are_uint64(raw: Any) -> None:
+    expected = np.asarray(raw, object).astype(np.uint64)
+    assert numbers(raw, "uint64").tolist() == expected.tolist()
+    assert numbers(raw, None).dtype == np.uint64
+    for odd in ([2**64 - 1, -1], [2**64 - 1, 0.5], [2**64, 1]):
+        with pytest.raises(InputError):
+            numbers(odd, "uint64")
+
+
 def test_lists_become_bfloat16_by_value() -> None:
     held = to_value(PortType.parse("bfloat16[N]"), [np.uint16(1), np.uint16(256)])
     assert from_bfloat16(held).tolist() == [1.0, 256.0]

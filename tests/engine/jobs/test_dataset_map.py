@@ -448,6 +448,13 @@ def test_columns_of_arrays_and_bytes_of_a_data_frame_stay_columns_of_arrow() -> 
     assert list(map_rows(Shouter(), frame, keep=["e"])) == [{"e": [1.0, 1.0], "loud": "A"}]
 
 
+@pytest.mark.parametrize("kind", ["pandas", "arrow"])
+def test_categories_are_texts(kind: str) -> None:
+    frame = pd.DataFrame({"text": pd.Categorical(["a", "b", "a"])})
+    data = frame if kind == "pandas" else pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})
+    assert [(row["text"], row["loud"]) for row in map_rows(Shouter(), data)] == [("a", "A"), ("b", "B"), ("a", "A")]
+
+
 def test_a_stream_without_types_gives_the_values_of_its_rows() -> None:
     stream = datasets.IterableDataset.from_generator(lambda: ({"v": value} for value in OWN))
     assert repr([row["seen"] for row in map_rows(Whole(), stream)]) == repr(OWN)
