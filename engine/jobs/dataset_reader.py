@@ -143,16 +143,23 @@ def streamed(dataset: Any) -> Iterator[pa.Table]:
     """Yield a table, or the batches of an Arrow stream; categories as their values."""
     import pyarrow as pa
 
-    from weftline.engine.jobs.sources.reader import normalized_schema
+    if isinstance(dataset, pa.Table):
+        yield _without_categories(dataset)
+    else:
+        for batch in pa.RecordBatchReader.from_stream(dataset):
+            yield _without_categories(pa.Table.from_batches([batch]))
 
-    is_table = isinstance(dataset, pa.Table)
-    for part in [dataset] if is_table else pa.RecordBatchReader.from_stream(dataset):
-        table = part if is_table else pa.Table.from_batches([part])
-        yield (
-            table.cast(normalized_schema(table.schema))
-            if any(map(pa.types.is_dictionary, table.schema.types))
-            else table
-        )
+
+def _without_categories(table: pa.Table) -> pa.Table:
+    import pyarrow as pa
+
+    for place, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            type = field.type.value_type
+            type = pa.string() if pa.types.is_string_view(type) else type  # Arrow has no `take` of it
+            chunks = [one.dictionary.cast(type).take(one.indices) for one in table.column(place).chunks]
+            table = table.set_column(place, field.with_type(type), pa.chunked_array(chunks, type))
+    return table
 
 
 def object_cells(frame: Any) -> tuple[pa.Table, pa.Schema] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import polars as pl
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -448,10 +449,13 @@ def test_columns_of_arrays_and_bytes_of_a_data_frame_stay_columns_of_arrow() -> 
     assert list(map_rows(Shouter(), frame, keep=["e"])) == [{"e": [1.0, 1.0], "loud": "A"}]
 
 
-@pytest.mark.parametrize("kind", ["pandas", "arrow"])
+@pytest.mark.parametrize("kind", ["pandas", "arrow", "polars", "enum"])
 def test_categories_are_texts(kind: str) -> None:
-    frame = pd.DataFrame({"text": pd.Categorical(["a", "b", "a"])})
-    data = frame if kind == "pandas" else pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})
+    polars = pl.Enum(["b", "a"]) if kind == "enum" else pl.Categorical
+    data = {
+        "pandas": pd.DataFrame({"text": pd.Categorical(["a", "b", "a"])}),
+        "arrow": pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}),
+    }.get(kind, pl.DataFrame({"text": pl.Series(["a", "b", "a"], dtype=polars)}))
     assert [(row["text"], row["loud"]) for row in map_rows(Shouter(), data)] == [("a", "A"), ("b", "B"), ("a", "A")]
 
 
