@@ -390,9 +390,29 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        return pa.table({name: pa.array([_plain(row.get(name)) for row in rows]) for name in names})
-    except (pa.ArrowException, TypeError) as error:
+        return pa.table({name: _array([_plain(row.get(name)) for row in rows]) for name in names})
+    except (pa.ArrowException, TypeError, NotJson) as error:
         raise InputError(f"copied columns do not fit a table: {error}; select others with keep=") from None
+
+
+def _array(values: list[Any]) -> pa.Array:
+    """Return copied values; objects and mixed values as JSON text, since Arrow's objects get keys of other rows."""
+    import pyarrow as pa
+
+    from weftline.engine.jobs.sources.arrow_types import is_list
+    from weftline.engine.jobs.sources.cells import NO_FIT
+    from weftline.engine.jobs.sources.columns import is_encoded
+
+    try:
+        array = pa.array(values)
+        inner = array.type
+        while is_list(inner):
+            inner = inner.value_type
+        if not pa.types.is_struct(inner) or is_encoded(inner):
+            return array
+    except NO_FIT:
+        pass
+    return pa.array([None if one is None else json.dumps(to_json(one)) for one in values], pa.string())
 
 
 def _plain(value: Any) -> Any:

@@ -124,6 +124,8 @@ def _for_tensor(type: pa.DataType, port: PortType) -> str:
     while is_list(inner):
         fixed.append(inner.list_size if pa.types.is_fixed_size_list(inner) else -1)
         depth, inner = depth + 1, storage(inner.value_type)
+    if pa.types.is_null(inner):
+        return ""  # empty lists
     if not is_number(inner):
         return f"a column of {type} has no numbers for {port}"
     if port.dtype in STAND_INS and port.dtype != "bfloat16":
@@ -146,10 +148,13 @@ def tensors(array: pa.Array, port: PortType) -> list[Any]:
         return [_npy(data, port) for data in array.to_pylist()]
     if is_shaped(array.type):
         return _shaped(array, port)
+    flat = array.type
+    while is_list(flat):
+        flat = storage(flat.value_type)
     shape, inner = _fixed(array)
-    if shape is not None:
+    if shape is not None and not pa.types.is_null(flat):
         return _even(inner, _valid(array), shape, port)
-    if is_list(array.type) and not is_list(storage(array.type.value_type)):
+    if is_list(array.type) and is_number(storage(array.type.value_type)):
         return _number_lists(array, port)
     return [None if value is None else _array(value, port) for value in array.to_pylist()]
 

@@ -449,6 +449,20 @@ def test_columns_of_arrays_and_bytes_of_a_data_frame_stay_columns_of_arrow() -> 
     assert list(map_rows(Shouter(), frame, keep=["e"])) == [{"e": [1.0, 1.0], "loud": "A"}]
 
 
+def test_objects_and_mixed_values_of_dicts_are_json_text_in_a_data_set() -> None:
+    objects: list[Any] = [{"a": 1}, {"b": 2}, None]
+    mixed: list[Any] = [[{"x": 1}], "x", True]
+    rows = [{"v": 1, "o": one, "m": other, "n": 1} for one, other in zip(objects, mixed)]
+    made = map_rows(Whole(), rows, block_rows=3, as_dataset=True)
+    assert isinstance(made, datasets.Dataset)
+    assert made["o"][:] == ['{"a": 1}', '{"b": 2}', None]
+    assert made["m"][:] == ['[{"x": 1}]', '"x"', "true"]
+    assert made["n"][:] == [1, 1, 1]
+    for odd in (2**64, "\ud800"):
+        with pytest.raises(errors.InputError, match="select others with keep="):
+            map_rows(Whole(), [{"v": 1, "o": odd}], as_dataset=True)
+
+
 @pytest.mark.parametrize("kind", ["pandas", "arrow", "polars", "enum"])
 def test_categories_are_texts(kind: str) -> None:
     polars = pl.Enum(["b", "a"]) if kind == "enum" else pl.Categorical

@@ -317,6 +317,16 @@ def test_jsonl_tensors_are_lists_or_shape_and_data(folder: Path) -> None:
     assert by_rows(plan, file) == by_run(plan, expected)
 
 
+@pytest.mark.parametrize(("type", "value"), [("float32[N]", []), ("int64[?, ?]", [[]]), ("list[float32[N]]", [[]])])
+def test_empty_lists_are_tensors_without_elements(folder: Path, type: str, value: list[Any]) -> None:
+    (folder / "empty.jsonl").write_text(json.dumps({"v": value}) + "\n")
+    table = pa.table({"v": [value, None, value]})
+    plan = plan_of(folder, type)
+    assert FAILED not in by_run(plan, [value])
+    assert by_rows(plan, folder / "empty.jsonl") == by_rows(plan, [{"v": value}]) == by_run(plan, [value])
+    assert by_rows(plan, table) == by_run(plan, [value, None, value])
+
+
 def test_values_and_kept_columns_of_jsonl_are_their_own_row_s(tmp_path: Path) -> None:
     data = tmp_path / "own.jsonl"
     data.write_text("".join(json.dumps({"v": value, "k": value}) + "\n" for value in OWN))
