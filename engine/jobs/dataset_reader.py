@@ -391,7 +391,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     try:
         return pa.table({name: _array([_plain(row.get(name)) for row in rows]) for name in names})
-    except (pa.ArrowException, TypeError, NotJson) as error:
+    except (pa.ArrowException, TypeError, NotJson, UnicodeEncodeError) as error:
         raise InputError(f"copied columns do not fit a table: {error}; select others with keep=") from None
 
 
@@ -410,9 +410,12 @@ def _array(values: list[Any]) -> pa.Array:
             inner = inner.value_type
         if not pa.types.is_struct(inner) or is_encoded(inner):
             return array
+    except UnicodeEncodeError:
+        raise
     except NO_FIT:
         pass
-    return pa.array([None if one is None else json.dumps(to_json(one)) for one in values], pa.string())
+    texts = [None if one is None else json.dumps(to_json(one), ensure_ascii=False) for one in values]
+    return pa.array(texts, pa.string())
 
 
 def _plain(value: Any) -> Any:
