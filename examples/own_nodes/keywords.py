@@ -7,17 +7,17 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from weftline.node import Batch, BatchNode, Outputs, Ports, StepContext, port
+from weftline.node import REQUEST, Batch, BatchNode, Outputs, Ports, StepContext, port
 
 
 @dataclass(frozen=True, slots=True)
 class KeywordsConfig:
     """Options of `Keywords`; each field is a key of the step in the pipeline file."""
 
-    words_max: Annotated[int, Meta(ge=1, le=100)] = 3
+    words_max: Annotated[int, Meta(ge=1, le=100), REQUEST] = 3
     """Number of keywords per text."""
 
-    chars_min: Annotated[int, Meta(ge=1)] = 4
+    chars_min: Annotated[int, Meta(ge=1), REQUEST] = 4
     """Length of the shortest keyword, in characters."""
 
 
