@@ -226,9 +226,9 @@ item fails, the other items do not."""
 class Node(ABC):
     """Base class of all nodes: ports, life cycle and class attributes. Derive from BatchNode or StreamNode.
 
-    config: the options of the step that opened the node. Several steps may use one open node if their options differ in
-            request options only (marked REQUEST): in `run` and `submit` it has the request options of the items'
-            own step. Read a request option there, and nowhere else.
+    config: options of the step that opened the node. Steps that differ in request options only (marked REQUEST) may use
+            one open node: in `run` and `submit`, `config` has the request options of the items' own step. Read a
+            request option there, and nowhere else.
 
     Class attributes:
 

@@ -311,23 +311,21 @@ def _has_device_outputs(state: SchedulerState, unit: Unit) -> bool:
 
 
 def _metadata(state: SchedulerState, task: Task, queue: StepQueue) -> msg.ItemMetadata:
-    request, element = task.request, task.element
-    part, step = request.sequence, task.unit.head
-    options = step.options
-    if options and (task.unit.chain or not (step.sends_options or request.seed is not None)):
-        options = 0
-    by_ms = min(math.inf if request.deadline_ms is None else request.deadline_ms, task.expires_ms)
+    request = task.request
+    by_ms = request.deadline_ms
+    if by_ms is None or task.expires_ms < by_ms:
+        by_ms = task.expires_ms
     left_ms = None if by_ms == math.inf else by_ms - state.now_ms
-    if part is None:
-        if request.seed is None:
-            element = -1
-        return msg.ItemMetadata(
-            request.priority, left_ms, "", False, False, request.seed, element, request.caller, options
-        )
-    first = queue.sequences is not None and queue.sequences.begin(part.id)
-    start = part.start or first
+    if request.sequence is None and request.seed is None and not task.unit.head.options:
+        return msg.ItemMetadata(request.priority, left_ms, caller=request.caller)
+    part, seed, step = request.sequence, request.seed, task.unit.head
+    named = (step.sends_options or seed is not None) and not task.unit.chain
+    place = "", False, False
+    if part is not None:
+        first = queue.sequences is not None and queue.sequences.begin(part.id)
+        place = part.id, part.start or first, part.end
     return msg.ItemMetadata(
-        request.priority, left_ms, part.id, start, part.end, request.seed, element, request.caller, options
+        request.priority, left_ms, *place, seed, task.element, request.caller, step.options if named else 0
     )
 
 

@@ -174,6 +174,30 @@ def test_templates_render_their_own_text_in_one_call(repository: Repository, tmp
     assert repository.get("b").run(x="1")["y"] == "D 1" and repository.get("a").run(x="1")["y"] == "A 1"
 
 
+def test_stages_of_a_chain_have_the_options_of_their_program(repository: Repository, tmp_path: Path) -> None:
+    def two(name: str, first: str, second: str) -> Builder:
+        p = Builder(name, base_dir=tmp_path, limits={"arena_bytes": 1 << 20})
+        one = p.step(f"{name}1", "template", x=p.input("x", "text"), template=first, worker="w")
+        p.output("y", p.step(f"{name}2", "template", x=one.text, template=second, worker="w").text)
+        return p
+
+    steps = {"a": two("a", "a {{ x }}", "b {{ x }}"), "c": two("c", "c {{ x }}", "d {{ x }}")}
+    check_alike(repository, steps, ["1", "2"])
+    assert repository.get("c").run(x="1")["y"] == "d c 1"
+
+
+def test_a_seed_is_that_of_the_steps_own_name(repository: Repository, models: Path) -> None:
+    steps = {
+        name: one_step(name, models, "nodes.py:Seeds", "text", ("text", "text"), mark=mark)
+        for name, mark in (("a", "same"), ("b", "same"), ("c", "other"))
+    }
+    assert {version for _, version in repository.load_together(steps)} == {1}
+    for name, one in steps.items():
+        with load(one).open() as session:
+            alone = session.map([{"x": "t"}], seed=5)
+            assert [*repository.get(name).map([{"x": "t"}], seed=5)] == [*alone]
+
+
 def test_two_steps_of_the_guides_node_share_it(models: Path) -> None:
     p = Builder("article", base_dir=models)
     text = p.input("article", "text")

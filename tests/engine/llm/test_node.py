@@ -78,8 +78,8 @@ def test_callers_share_the_steps_own_pages_and_nothing_else(folder):
     made.open(OpenContext(base_dir=folder.parent))
     prompt = {"prompt": "the user asks for a secret and goes on asking about it for a while longer " * 2}
 
-    def cached(caller: str, **more: Any) -> int:
-        made.submit(1, {**prompt, **more}, Urgency(caller=caller))
+    def cached(caller: str, program: int = 0, **more: Any) -> int:
+        made.submit(1, {**prompt, **more}, Urgency(caller=caller, program=program))
         return int(_finish(made)[1][-1].outputs["usage"]["cached_tokens"])
 
     fixed = made._fixed(made._prompt_tokens(prompt, system=system), made.config)
@@ -89,6 +89,7 @@ def test_callers_share_the_steps_own_pages_and_nothing_else(folder):
     assert own > fixed
     assert (cached("two"), cached("two"), cached("")) == (fixed, own, fixed)
     assert (cached("two", tenant="one"), cached("two", tenant="one"), cached("two")) == (fixed, own, own)
+    assert (cached("", 5), cached("", 5), cached("", 6), cached("one", 5)) == (fixed, own, fixed, fixed)
     said = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
     made.submit(
         1, {"messages": said}, Urgency(caller="three")
