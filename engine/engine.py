@@ -26,9 +26,11 @@ from weftline.engine.planned_pipeline import Replan
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
+from weftline.errors import WeftlineError
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.sharing import PlannedProgram, SharedPlan, over
+from weftline.pipelines.placement.profile_file import Profile, profile_beside
+from weftline.pipelines.placement.sharing import PlannedProgram, SharedPlan, over, plan_shared
 from weftline.pipelines.spec.graph import Pipeline
 
 
@@ -92,6 +94,31 @@ class Engine:
         kept = {one for program in self._programs.values() for one in program.deployments}
         wanted = [one for one in planned.deployments if one >= 0]  # the scheduler evaluates the others
         return not self.closed and kept.issuperset(wanted) and self.runtime.serves(wanted)
+
+
+def plan_group(
+    pipelines: Mapping[str, Pipeline], machine: Machine, hold: Reservation
+) -> tuple[SharedPlan, dict[str, WeftlineError]]:
+    """Plan pipelines of one engine together, for the GPU memory that is left, and reserve it.
+
+    Also return the error of each that cannot be planned. PipelineError: none can.
+    """
+    refused = dict[str, WeftlineError]()
+    profiles = dict[str, Profile | None]()
+    for name, one in pipelines.items():
+        try:
+            profiles[name] = profile_beside(one)
+        except WeftlineError as error:
+            refused[name] = error
+    wanted = {name: pipelines[name] for name in profiles}
+    if not wanted:
+        raise next(iter(refused.values()))
+
+    def plan(there: Machine) -> SharedPlan:
+        return plan_shared(wanted, there, profiles=profiles)
+
+    shared = reserved(plan(machine), hold, plan, machine)
+    return shared, {**refused, **shared.refused}
 
 
 def reserved(shared: SharedPlan, hold: Reservation, again: Replan | None, machine: Machine | None) -> SharedPlan:

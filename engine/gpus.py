@@ -6,8 +6,6 @@
     ...                                         # workers run
     reservation.release()                       # they have exited
 
-    gpus.plan_together([(first, replan), (second, other)])   # before either opens: llm steps divide what is left
-
 Sessions and repositories have no reference to each other, and a GPU belongs to the whole process: by default they all
 use the object that `of_process` returns. This module holds a lock and the order of calls; `ReservationTable` computes
 how much is free. Other processes are unknown: what they use shows when a version measures the free memory of its GPUs.
@@ -21,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -30,7 +28,6 @@ from weftline.errors import PipelineError, Problem, SessionClosed
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import (
-    JointPlan,
     Left,
     Owner,
     Replan,
@@ -69,35 +66,6 @@ class GpuReservations:
         owner = Owner(name, session, version)
         self._reservations[owner] = reservation = Reservation(self, owner)
         return reservation
-
-    def plan_together(self, wanted: Sequence[tuple[Reservation, Replan]], machine: Machine | None = None) -> None:
-        """Reserve what several plans claim that are to be open together, before the first of them opens.
-
-        llm steps without a stated KV memory divide what is left of a GPU evenly, whichever pipeline they belong to.
-        `Reservation.reserve` then returns the plans.
-
-        PipelineError: they do not fit beside each other and what is open; nothing is reserved.
-        """
-        machine = machine or this_machine()
-        for _ in range(TRIES_MAX):
-            with self.lock:
-                made_at, together = self.table.changes, JointPlan(machine, self.table)
-            plans, error = dict[Owner, Plan](), None
-            try:
-                for reservation, replan in wanted:
-                    together.add(reservation.owner, replan)
-                plans = dict(together.plans())
-            except PipelineError as problem:
-                error = problem
-            with self.lock:
-                if self.table.changes != made_at:
-                    continue
-                if error is not None:
-                    raise error
-                for reservation, _ in wanted:
-                    reservation.assign(plans[reservation.owner])
-                return
-        raise _busy("")
 
     def notify(self) -> None:
         """Notify versions that waited for their part of what is left; called with the lock held."""
@@ -195,12 +163,6 @@ class Reservation:
             self._released = True
             self._gpus.table.release(self.owner)
             self._gpus.notify()
-
-    def assign(self, plan: Plan) -> None:
-        """Reserve what a plan claims that was made for what others leave; called with the lock held."""
-        if self._released or not self._gpus.table.try_reserve(self.owner, plan):
-            raise SessionClosed("a session is opened once; open a new one")
-        self._plan = plan
 
 
 def _busy(file: str) -> PipelineError:

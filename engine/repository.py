@@ -18,19 +18,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
-from weftline.engine.engine import Engine, reserved
+from weftline.engine.engine import Engine, plan_group
 from weftline.engine.gpus import GpuReservations
 from weftline.engine.machine import this_machine
 from weftline.engine.planned_pipeline import graph_of
-from weftline.engine.runtime.opening import Progress
+from weftline.engine.runtime.opening import FailedBeside, Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
 from weftline.engine.versions import ENDED, Version
 from weftline.errors import InputError, LimitReached, SessionClosed, WeftlineError
 from weftline.pipelines.placement.machine import Machine
-from weftline.pipelines.placement.profile_file import profile_beside
-from weftline.pipelines.placement.sharing import SharedPlan, groups_of, plan_shared
+from weftline.pipelines.placement.sharing import groups_of
 from weftline.pipelines.spec.graph import Pipeline
 
 ABSENT, LOADING, READY, RELOADING, DRAINING, FAILED = "absent", "loading", "ready", "reloading", "draining", "failed"
@@ -148,6 +146,7 @@ class Repository:
         progress: returns the progress callback of a name.
         """
         serving = {entry.name for entry in self.index() if entry.state in (READY, RELOADING)}
+        again: dict[str, Source] = {}
         graphs: dict[str, Pipeline] = {}
         refused: dict[str, WeftlineError] = {}
         for name in sources.keys() - serving:
@@ -168,10 +167,16 @@ class Repository:
                     done = failure
                     if begin is not None:
                         begin.drain(0.0, ENDED)
+                        if isinstance(failure, FailedBeside) and len(sources) > 1:
+                            again[name] = source
+                            continue
                 yield name, done
         finally:
             for version in begun.values():
                 version.drain(0.0, ENDED)
+        groups = [again] if len(again) < len(sources) else [{name: source} for name, source in again.items()]
+        for group in groups if again else ():  # without the one that failed; each by itself where that is not known
+            yield from self.load_together(group, progress=progress)
 
     def _begin_together(
         self,
@@ -181,17 +186,11 @@ class Repository:
     ) -> dict[str, Version]:
         """Start pipelines in one engine for each GPU policy; add the errors of those that cannot start to `refused`."""
         begun: dict[str, Version] = {}
+        machine = self._machine or this_machine()
         for names in groups_of(graphs):
-            group = {name: graphs[name] for name in names}
-            profiles = {name: profile_beside(graph) for name, graph in group.items()}
-
-            def plan(machine: Machine, group: Any = group, profiles: Any = profiles) -> SharedPlan:
-                return plan_shared(group, machine, profiles=profiles)
-
             hold = self._gpus.reservation(", ".join(names), self._gpus.new_session())
             try:
-                machine = self._machine or this_machine()
-                shared = reserved(plan(machine), hold, plan, machine)
+                shared, unplanned = plan_group({name: graphs[name] for name in names}, machine, hold)
                 engine = Engine(shared, hold)
                 programs = engine.start({name: progress(name) for name in shared.programs})
             except WeftlineError as error:
@@ -201,7 +200,7 @@ class Repository:
             except BaseException:
                 hold.release()
                 raise
-            refused |= shared.refused
+            refused |= unplanned
             begun |= {name: Version(1, engine, id, shared.programs[name].plan) for name, id in programs.items()}
         return begun
 

@@ -58,6 +58,10 @@ class RunningProgram:
         }
 
 
+class FailedBeside(ModelError):
+    """A process could not start, and that need not be a fault of the program, but of another one's step in it."""
+
+
 class Opening:
     """Progress and outcome of opening what a program uses.
 
@@ -70,6 +74,8 @@ class Opening:
     traceback: of the exception that the step's code raised; '' where there is none.
     pending:   `report` has something to do.
     """
+
+    _beside = False  # the failure is of no step that is known to be the program's
 
     def __init__(self, workers: Collection[int], steps: Mapping[str, Sequence[str]], progress: Progress | None) -> None:
         self.failed: tuple[str, str] | None = None
@@ -105,6 +111,7 @@ class Opening:
             self.pending = True
         elif not self.over and self.failed is None:
             self.failed = (steps[0] if steps else message.step, message.failure.message)
+            self._beside = not steps
             self.traceback = message.failure.traceback
 
     def note_ready(self, worker: int, over_commit: str) -> None:
@@ -118,6 +125,7 @@ class Opening:
         """Record the death of one of the workers, which fails the opening while it goes on."""
         if not self.over and self.failed is None:
             self.failed = ("", f"worker {name} ended while opening: {how}; the weftline.runtime log has its last line")
+            self._beside = True
         if self.failed is not None:
             self._over.set()
 
@@ -126,7 +134,7 @@ class Opening:
         if self.failed is None:
             return None
         step, message = self.failed
-        error = ModelError(f"step {step}: {message}" if step else message)
+        error = (FailedBeside if self._beside else ModelError)(f"step {step}: {message}" if step else message)
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
         return error

@@ -88,7 +88,7 @@ class ServedPipeline:
     """Its YAML file, relative to the configuration file's folder."""
 
     expose: StepNames = ()
-    """Steps that are models of their own too, as `pipeline.step`; each is loaded a second time."""
+    """Steps that are models of their own too, as `pipeline.step`; they share what the pipeline has loaded."""
 
     load: bool = True
     """Load it when the server starts; otherwise when an admin requests it."""
@@ -243,6 +243,10 @@ class ServeConfig:
 
     insecure: Annotated[bool, Flag("--insecure")] = False
     """Listen beyond loopback without TLS or tokens."""
+
+    strict: Annotated[bool, Flag("--strict")] = False
+    """All pipelines or none: do not start when one cannot be loaded, and be ready only while all are. Otherwise the
+    others serve, and the server is ready while one does."""
 
     shared_memory: Annotated[bool, Flag("--shared-memory")] = False
     """Clients may register system shared memory."""

@@ -5,8 +5,9 @@
         await backend.open()                       # every pipeline that is to be loaded
         answer = await backend.ask(Ask("ocr", {"photo": png}))
 
-An exposed step is a pipeline of that step alone, loaded beside its pipeline, with its own workers. An admin
-receives the reason of a failed load; other clients receive that the model is not ready. The log has the reason too.
+An exposed step is a pipeline of that step alone, over what its pipeline has loaded. A pipeline that cannot be loaded
+leaves the others serving. An admin receives the reason of a failed load; other clients receive that the model is not
+ready. The log has the reason too.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class LocalBackend:
     begin:     gives a request its trace context.
     metrics:   renders all figures.
     progress:  as for `Session.open`, with `model.step` for steps.
+    strict:    load all models at the start, or none.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class LocalBackend:
         begin: Begin | None = None,
         metrics: Callable[[], bytes] | None = None,
         progress: Progress | None = None,
+        strict: bool = False,
     ) -> None:
+        self._strict = strict
         self._repository = repository
         self._served = dict(served)
         self._observers = tuple(observers)
@@ -85,7 +89,7 @@ class LocalBackend:
         self._metrics = metrics
         self._progress = progress
         self._infos: dict[str, tuple[Session, ModelInfo]] = {}
-        self._unread: dict[str, str] = {}  # why a pipeline's file could not be read when it was last to be loaded
+        self._failed: dict[str, str] = {}  # why a model that the repository does not have could not be loaded
         self._turns = {name: asyncio.Lock() for name in self._served}
         self._known = {model for name, one in self._served.items() for model in _models(name, one)}
 
@@ -97,11 +101,11 @@ class LocalBackend:
                 entry.name,
                 entry.version,
                 UNAVAILABLE if entry.state in ("ready", "reloading") and not entry.ready else _state(entry.state),
-                entry.why or self._unread.get(entry.name, ""),
+                entry.why or self._failed.get(entry.name, ""),
             )
             for entry in self._repository.index()
         }
-        absent = {name: ModelState(name, 0, UNAVAILABLE, self._unread.get(name, NOT_LOADED)) for name in self._known}
+        absent = {name: ModelState(name, 0, UNAVAILABLE, self._failed.get(name, NOT_LOADED)) for name in self._known}
         return tuple(state for _, state in sorted((absent | found).items()))
 
     def info(self, model: str, version: str = "") -> ModelInfo:
@@ -137,17 +141,44 @@ class LocalBackend:
     # life
 
     async def open(self) -> None:
-        """Load every pipeline that is to be loaded at the start, one after the other; the first failure is raised.
+        """Load every pipeline that is to be loaded at the start, together.
 
-        All of them, exposed steps too, share the GPUs from the first on: llm steps divide what is left evenly.
+        One that cannot be read, planned or opened leaves the others serving, without its exposed steps: the log and the
+        index have the reason. WeftlineError: all of them failed; with `strict`, the first that did.
         """
         async with AsyncExitStack() as turns:
+            wanted = {name: one for name, one in self._served.items() if one.load}
+            for name in wanted:
+                await turns.enter_async_context(self._turns[name])
             models: dict[str, Pipeline] = {}
-            for name, one in self._served.items():
-                if one.load:
-                    await turns.enter_async_context(self._turns[name])
+            failed: dict[str, WeftlineError] = {}
+            for name, one in wanted.items():
+                try:
                     models |= await asyncio.to_thread(_pipelines, name, one)
-            await self._load_together(models)
+                except WeftlineError as error:
+                    failed[name] = error
+                    if self._strict:
+                        raise
+            done = await self._load_together(models, first_error=self._strict)
+            failed |= {name: done[name] for name in wanted if isinstance(done.get(name), WeftlineError)}
+            if failed and not any(isinstance(one, int) for one in done.values()):
+                raise _all_of(list(failed.values()))
+            for model, error in {**done, **failed}.items():
+                if isinstance(error, WeftlineError):
+                    _log_failure(model, error)
+            for name, error in failed.items():
+                await self._fail(name, wanted[name], error, done)
+
+    async def _fail(
+        self, name: str, one: ServedPipeline, error: WeftlineError, done: Mapping[str, int | WeftlineError]
+    ) -> None:
+        """Fail a pipeline at the start, and its exposed steps."""
+        self._failed |= {name: str(error)} | dict.fromkeys(
+            _models(name, one)[1:], f"{name} could not be loaded: {error}"
+        )
+        for model in _models(name, one):
+            if isinstance(done.get(model), int):
+                await asyncio.to_thread(self._repository.unload, model)
 
     async def load(self, model: str) -> int:
         """As in `Backend`; continues when the caller stops waiting.
@@ -159,12 +190,11 @@ class LocalBackend:
     async def _load_for_admin(self, model: str, one: ServedPipeline) -> int:
         try:
             return await self._load(model, one)
-        except PipelineError as error:
-            _log.error("model %s could not be loaded: %s", model, error)
+        except (InputError, PipelineError) as error:
+            _log_failure(model, error)
             raise ModelError(f"model {model} could not be loaded: {error}") from None
         except ModelError as error:
-            extra = {"traceback": traceback_of(error)}
-            _log.error("model %s could not be loaded: %s", model, error, extra=extra)
+            _log_failure(model, error)
             raise
 
     async def unload(self, model: str) -> None:
@@ -173,7 +203,8 @@ class LocalBackend:
 
     async def _unload(self, model: str, one: ServedPipeline) -> None:
         async with self._turns[model]:
-            self._unread.pop(model, None)
+            for name in _models(model, one):
+                self._failed.pop(name, None)
             loaded = {entry.name for entry in self._repository.index()}
             for name in reversed(_models(model, one)):
                 if name in loaded:
@@ -190,23 +221,29 @@ class LocalBackend:
         async with self._turns[model]:  # a pipeline and its exposed steps change together
             try:
                 models = await asyncio.to_thread(_pipelines, model, one)
-            except PipelineError as error:
-                self._unread[model] = str(error)
+            except WeftlineError as error:
+                self._failed[model] = str(error)
                 raise
-            self._unread.pop(model, None)
-            return (await self._load_together(models))[model]
+            for name in models:
+                self._failed.pop(name, None)
+            versions = await self._load_together(models, first_error=True)
+            return next(version for version in versions.values() if isinstance(version, int))
 
-    async def _load_together(self, models: Mapping[str, Pipeline]) -> dict[str, int]:
-        """Load or reload models and return their versions."""
+    async def _load_together(
+        self, models: Mapping[str, Pipeline], *, first_error: bool
+    ) -> dict[str, int | WeftlineError]:
+        """Load or reload models; return the version or the error of each. first_error: raise it, and load no more."""
 
-        def load() -> dict[str, int]:
-            versions = {}
+        def load() -> dict[str, int | WeftlineError]:
+            done = dict[str, int | WeftlineError]()
             for name, version in self._repository.load_together(models, progress=self._progress_of):
                 if isinstance(version, WeftlineError):
-                    raise version
-                _log.info("model %s: version %d serves", name, version)
-                versions[name] = version
-            return versions
+                    if first_error:
+                        raise version
+                else:
+                    _log.info("model %s: version %d serves", name, version)
+                done[name] = version
+            return done
 
         return await asyncio.to_thread(load)
 
@@ -412,6 +449,19 @@ def _pipelines(name: str, served: ServedPipeline) -> dict[str, Pipeline]:
     """Return the models a pipeline gives, as it is in its file now."""
     pipeline = load_file(served.file)
     return {name: pipeline} | {f"{name}.{step}": alone(pipeline, step) for step in served.expose}
+
+
+def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:
+    """Return one error for several: with all problems where these are of files."""
+    problems = [problem for one in errors if isinstance(one, PipelineError) for problem in one.problems]
+    others = [one for one in errors if not isinstance(one, PipelineError)]
+    if not others:
+        return PipelineError(problems)
+    return others[0] if len(errors) == 1 else ModelError("\n".join(str(one) for one in errors))
+
+
+def _log_failure(model: str, error: WeftlineError) -> None:
+    _log.error("model %s could not be loaded: %s", model, error, extra={"traceback": traceback_of(error)})
 
 
 def _models(name: str, served: ServedPipeline) -> list[str]:

@@ -1,7 +1,7 @@
 """Serve files and command-line options, merged and checked before a server starts.
 
-    config, plans = assemble(["ocr.yaml"], "serve.yaml", {"http.port": 8000})
-    config.grpc.port
+    served = assemble(["ocr.yaml"], "serve.yaml", {"http.port": 8000})
+    served.config.grpc.port
 
 Keys, defaults, bounds and the options of keys are in `config.py`. `assemble` checks all that needs no running process,
 pipelines included, and reports all problems at once. Relative paths in a file are relative to its folder.
@@ -10,7 +10,6 @@ pipelines included, and reports all problems at once. Relative paths in a file a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,7 +19,9 @@ from typing import Any
 
 import yaml
 
+from weftline.engine.engine import plan_group
 from weftline.engine.flags import flag_fields
+from weftline.engine.gpus import GpuReservations
 from weftline.engine.machine import this_machine
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
 from weftline.errors import InputError, PipelineError, Problem
@@ -28,8 +29,7 @@ from weftline.fields import plain
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.check.validation import read
 from weftline.pipelines.placement.place import Machine
-from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.reservations import JointPlan, Owner, planner
+from weftline.pipelines.placement.sharing import SharedPlan, groups_of
 from weftline.pipelines.spec.document import Document, hide_secrets, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
@@ -113,48 +113,61 @@ def _flag_names() -> Mapping[str, str]:
     return {one.key: one.flag.name for one in flag_fields(ServeConfig)}
 
 
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A checked configuration.
+
+    plans:  what is loaded at the start, exposed steps included: one for each engine.
+    failed: problems of pipelines that cannot be loaded, by name.
+    """
+
+    config: ServeConfig
+    plans: tuple[SharedPlan, ...]
+    failed: Mapping[str, Sequence[Problem]]
+
+
 def assemble(
     files: Sequence[str],
     config: str | None,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     expose: Sequence[str] = (),
     machine: Machine | None = None,
-) -> tuple[ServeConfig, Mapping[str, Plan]]:
-    """Return the configuration and the plans of its pipelines; PipelineError lists every problem.
+    strict: bool = False,
+) -> Assembled:
+    """Check what is to be served; PipelineError lists every problem.
 
-    Pipelines that are loaded at the start, and their exposed steps, are planned jointly: GPU memory that one reserves
-    is not free for the next, and the rest is divided.
+    Pipelines that are loaded at the start, and their exposed steps, are planned together. Problems of one of them are
+    no reason to refuse the others; problems of the configuration are.
 
     files:     pipeline files, and at most one serve file, which is one with `pipelines:`.
     config:    a file that must be a serve file; None: there is none.
     overrides: values of options, by the dotted path of the key that each sets.
     expose:    further steps that are models, as `step`, or `pipeline.step` where several are served.
     machine:   machine to plan for; this one when left out.
+    strict:    all pipelines or none, as the key `strict`.
     """
     machine = machine or this_machine()
     serve_file, pipelines = _read_all(files, config)
-    graphs, problems = _file_graphs(serve_file)
-    named, more = _command_line_graphs(pipelines, serve_file)
-    problems += more
-    graphs |= {name: graph for name, (_, graph) in named.items()}
-    own = {name: ServedPipeline(Path(file)) for name, (file, _) in named.items()}
+    graphs, failed = _file_graphs(serve_file)
+    named, own, problems = _command_line_graphs(pipelines, serve_file, failed)
+    graphs |= named
     merged = replace(serve_file.config, pipelines={**serve_file.config.pipelines, **own})
     conflicts: list[Problem] = []
     try:
         merged = merge(merged, overrides, expose)
     except PipelineError as error:
         conflicts = [*error.problems]
-    plans, not_alone, more = _plans(merged, graphs, machine)
-    problems += more
+    plans, not_alone = _plans(merged, graphs, machine, failed)
     serve_file = replace(serve_file, config=merged, overridden=overrides.keys())
     problems += conflicts or [
         *_process_problems(serve_file),
-        *_expose_problems(serve_file, plans, not_alone),
+        *_expose_problems(serve_file, graphs, not_alone),
         *_missing_files(serve_file),
     ]
-    if problems:
-        raise PipelineError(problems)
-    return merged, plans
+    none_left = bool(failed) and not any(one.programs for one in plans)
+    if problems or none_left or (failed and (strict or merged.strict)):
+        raise PipelineError([*(problem for own in failed.values() for problem in own), *problems])
+    return Assembled(merged, plans, failed)
 
 
 def merge(config: ServeConfig, overrides: Mapping[str, Any], expose: Sequence[str] = ()) -> ServeConfig:
@@ -204,8 +217,8 @@ def _read_all(files: Sequence[str], config: str | None) -> tuple[ServeFile, list
     for file in files:
         try:
             (serve_files if is_serve_file(read_file(file)) else pipelines).append(file)
-        except PipelineError as error:
-            problems += error.problems
+        except PipelineError:  # of a pipeline, unless it is given as a serve file
+            pipelines.append(file)
     found = ServeFile()
     if len(serve_files) > 1:
         found_many = f"{len(serve_files)} serve files: {listed(serve_files)}"
@@ -220,76 +233,88 @@ def _read_all(files: Sequence[str], config: str | None) -> tuple[ServeFile, list
     return found, pipelines
 
 
-def _file_graphs(serve_file: ServeFile) -> tuple[dict[str, Pipeline], list[Problem]]:
+_Failed = dict[str, Sequence[Problem]]
+"""Problems of pipelines by name."""
+
+
+def _file_graphs(serve_file: ServeFile) -> tuple[dict[str, Pipeline], _Failed]:
     """Return a serve file's pipelines by name, and the problems of those that are loaded at the start."""
     found: dict[str, Pipeline] = {}
-    problems: list[Problem] = []
+    failed: _Failed = {}
     for name, one in serve_file.config.pipelines.items():
         if not one.file.is_file():
             if one.load:
                 fix = "give the path of a pipeline's YAML file, relative to this file's folder"
-                problems.append(serve_file.problem(f"pipelines.{name}", f"there is no file {one.file}", fix=fix))
+                failed[name] = [serve_file.problem(f"pipelines.{name}", f"there is no file {one.file}", fix=fix)]
             continue
         try:
             found[name] = load_file(str(one.file))
         except PipelineError as error:
-            problems += error.problems if one.load else ()
-    return found, problems
+            if one.load:
+                failed[name] = error.problems
+    return found, failed
 
 
 def _command_line_graphs(
-    files: Sequence[str], serve_file: ServeFile
-) -> tuple[dict[str, tuple[str, Pipeline]], list[Problem]]:
-    """Return the pipelines on the command line with their files, by their own names, and their problems."""
-    found: dict[str, tuple[str, Pipeline]] = {}
+    files: Sequence[str], serve_file: ServeFile, failed: _Failed
+) -> tuple[dict[str, Pipeline], dict[str, ServedPipeline], list[Problem]]:
+    """Return the pipelines on the command line by name, what is to be served, and conflicts; add to `failed`.
+
+    One that cannot be read has the name of its file.
+    """
+    graphs: dict[str, Pipeline] = {}
+    served: dict[str, ServedPipeline] = {}
     problems: list[Problem] = []
     for file in files:
+        broken: Sequence[Problem] = ()
         try:
             pipeline = load_file(file)
+            name = pipeline.name
         except PipelineError as error:
-            problems += error.problems
-            continue
-        if pipeline.name in found or pipeline.name in serve_file.config.pipelines:
+            name, broken = Path(file).stem, error.problems
+        if name in served or name in serve_file.config.pipelines:
             fix = "give each a name of its own under `pipelines:` of a serve file"
-            problems.append(Problem("name", f"{pipeline.name} is served already", fix=fix, file=file))
-        found.setdefault(pipeline.name, (file, pipeline))
-    return found, problems
+            problems += broken or [Problem("name", f"{name} is served already", fix=fix, file=file)]
+        elif broken:
+            failed[name] = broken
+        else:
+            graphs[name] = pipeline
+        served.setdefault(name, ServedPipeline(Path(file)))
+    return graphs, served, problems
 
 
 def _plans(
-    config: ServeConfig, graphs: Mapping[str, Pipeline], machine: Machine
-) -> tuple[dict[str, Plan], dict[str, Problem], list[Problem]]:
-    """Return plans by name, problems of exposed steps that cannot be models (`pipeline.step`), and all others.
+    config: ServeConfig, graphs: Mapping[str, Pipeline], machine: Machine, failed: _Failed
+) -> tuple[tuple[SharedPlan, ...], dict[str, Problem]]:
+    """Return the plan of each engine, and problems of exposed steps that cannot be models (`pipeline.step`).
 
-    A pipeline that is not loaded at the start is planned for an idle machine.
+    Pipelines that cannot be planned are added to `failed`. One that is loaded later may have problems now.
     """
-    joint, numbers, plans = JointPlan(machine), itertools.count(1), dict[str, Plan]()
+    wanted: dict[str, Pipeline] = {}
     not_alone: dict[str, Problem] = {}
-    problems: list[Problem] = []
-
-    def plan(name: str, pipeline: Pipeline, load: bool) -> Plan:
-        make = planner(pipeline)
-        return joint.add(Owner(name, next(numbers)), make) if load else make(machine)
-
     for name, one in config.pipelines.items():
-        try:
-            if name in graphs:
-                plans[name] = plan(name, graphs[name], one.load)
-        except PipelineError as error:
-            problems += error.problems if one.load else ()
-        known = {step.name for step in plans[name].steps} if name in plans else ()
-        for step in (step for step in one.expose if step in known):
+        if name not in graphs:
+            continue
+        if one.load:
+            wanted[name] = graphs[name]
+        for step in (step for step in one.expose if any(step == there.name for there in graphs[name].steps)):
             try:
-                plan(f"{name}.{step}", alone(graphs[name], step), one.load)
-            except PipelineError as error:
-                not_alone[f"{name}.{step}"] = error.problems[0]
-            except InputError as error:
+                exposed = alone(graphs[name], step)
+                if one.load:
+                    wanted[f"{name}.{step}"] = exposed
+            except (InputError, PipelineError) as error:
                 not_alone[f"{name}.{step}"] = Problem("", str(error))
-    try:
-        plans |= {owner.name: made for owner, made in joint.plans().items() if owner.name in plans}
-    except PipelineError as error:
-        problems += error.problems
-    return plans, not_alone, problems
+    plans: list[SharedPlan] = []
+    gpus = GpuReservations()
+    for names in groups_of(wanted):
+        hold = gpus.reservation(", ".join(names), gpus.new_session())
+        try:
+            shared, refused = plan_group({name: wanted[name] for name in names}, machine, hold)
+            plans.append(shared)
+        except PipelineError as error:
+            refused = dict.fromkeys(names, error)
+        failed |= {name: error.problems for name, error in refused.items() if isinstance(error, PipelineError)}
+    return tuple(plans), not_alone
 
 
 def _process_problems(serve_file: ServeFile) -> Iterator[Problem]:
@@ -310,11 +335,11 @@ def _process_problems(serve_file: ServeFile) -> Iterator[Problem]:
 
 
 def _expose_problems(
-    serve_file: ServeFile, plans: Mapping[str, Plan], not_alone: Mapping[str, Problem]
+    serve_file: ServeFile, graphs: Mapping[str, Pipeline], not_alone: Mapping[str, Problem]
 ) -> Iterator[Problem]:
     config = serve_file.config
     for name, one in config.pipelines.items():
-        steps = [step.name for step in plans[name].steps] if name in plans else list(one.expose)
+        steps = [step.name for step in graphs[name].steps] if name in graphs else list(one.expose)
         key = f"pipelines.{name}.expose"
         for step in one.expose:
             if step not in steps:

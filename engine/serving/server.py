@@ -121,6 +121,7 @@ class Server:
             begin=self._tracing.begin if self._tracing is not None else None,
             metrics=self.metrics.render,
             progress=progress,
+            strict=config.strict,
         )
         self._tokens = tokens
         self._rates = TokenRates(tokens)

@@ -1,4 +1,4 @@
-"""GPU reservations of open pipelines: one memory budget for each GPU, and joint planning of several pipelines.
+"""GPU reservations of open pipelines: one memory budget for each GPU.
 
 A version of a pipeline reserves the claims of its plan before it opens, corrects the reservation when the real use of a
 GPU was measured, and releases it when its workers have ended. Reserved memory is not free for other pipelines: the next
@@ -10,11 +10,6 @@ evenly once every reservation there has been measured.
 
 A GPU is identified by its name: plans for different machines that name the same GPU share it. Everything here is a
 value or arithmetic on values; the time of each call is decided by the one owner in a process, `weftline.engine.gpus`.
-
-Pipelines planned together are placed in the order in which they will be loaded, so that a pipeline that cannot be
-loaded is refused before anything starts. Llm steps without a stated KV cache size divide the remainder of a GPU evenly,
-across pipelines. While the remainder is unknown none has a size; they divide it when all are open
-(`ReservationTable.settle`).
 """
 
 from __future__ import annotations
@@ -32,19 +27,13 @@ from weftline.pipelines.placement.budget import (
     OF_OTHERS,
     RESERVE,
     claims_of_others,
-    fillable,
     open_kv,
     over_commits,
     own_kv_bytes,
-    remainder_of,
     shares,
-    with_kv_memory,
 )
 from weftline.pipelines.placement.machine import Machine, Taken
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
-from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.profile_file import profile_beside
-from weftline.pipelines.spec.graph import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +111,6 @@ class ReservationTable:
         self.changes = 0
         self._reserved: dict[Owner, dict[str, ReservedMemory]] = {}
         self._new_shares: dict[tuple[Owner, str], int] = {}
-
-    def copy(self) -> ReservationTable:
-        """Return a copy, to try changes."""
-        other = ReservationTable()
-        other.changes, other._reserved, other._new_shares = self.changes, dict(self._reserved), dict(self._new_shares)
-        return other
 
     @property
     def reserved_bytes(self) -> Mapping[str, int]:
@@ -310,77 +293,6 @@ Replan = Callable[[Machine], Plan]
 """Function that plans a pipeline for a machine with other reservations. PipelineError: it does not fit."""
 
 
-class JointPlan:
-    """Plans pipelines for a machine, beside open pipelines.
-
-    reservations: those of open pipelines; None: no pipeline is open.
-    """
-
-    def __init__(self, machine: Machine, reservations: ReservationTable | None = None) -> None:
-        devices = (dataclasses.replace(one, shared=True) for one in machine.devices)
-        self._machine = dataclasses.replace(machine, devices=tuple(devices))
-        self._open = reservations.copy() if reservations is not None else ReservationTable()
-        self._together = self._open.copy()
-        self._plans: dict[Owner, Plan] = {}
-
-    def add(self, owner: Owner, replan: Replan) -> Plan:
-        """Place one more pipeline and return its plan, without its share of the remainder.
-
-        PipelineError: it has problems, or too little is left; it then reserves nothing.
-        """
-        plan = replan(self._together.beside(self._machine, owner))
-        if not self._together.try_reserve(owner, plan):
-            raise refused([self._together.beside_others(plan, owner)])
-        self._plans[owner] = plan
-        return plan
-
-    def plans(self) -> Mapping[Owner, Plan]:
-        """Return the final plans of all added pipelines, in that order.
-
-        PipelineError: too little is left for KV memory; lists every plan below the minimum.
-        """
-        parts = self._parts()
-        held = self._together.copy()
-        for owner, plan in self._plans.items():
-            held.try_reserve(owner, _with_left(plan, parts.get(owner, {})))
-        beside = {owner: held.beside_others(plan, owner) for owner, plan in self._plans.items()}
-        if any(over_commits(plan) for plan in beside.values()):
-            raise refused(beside.values())
-        return {owner: _with_remainder(_with_left(plan, parts.get(owner, {}))) for owner, plan in beside.items()}
-
-    def _parts(self) -> dict[Owner, dict[str, int]]:
-        """Return each plan's share of each GPU's remainder, where known."""
-        opened = {owner: self._open.beside_others(plan, owner) for owner, plan in self._plans.items()}
-        parts: dict[Owner, dict[str, int]] = {}
-        for device in fillable(opened.values()):
-            takers = {owner: len(open_kv(plan, device)) for owner, plan in opened.items()}
-            left, count = self._together.left(device), sum(takers.values())
-            for owner, own in takers.items():
-                parts.setdefault(owner, {})[device] = left * own // count
-        return parts
-
-
-def planner(pipeline: Pipeline) -> Replan:
-    """Return the planning function of a pipeline, with its profile."""
-    return lambda machine: make_plan(pipeline, machine, profile=profile_beside(pipeline))
-
-
 def refused(plans: Iterable[Plan]) -> PipelineError:
     """Return the error for plans that over-commit a GPU, including other reservations."""
     return PipelineError([dataclasses.replace(one, file=plan.file) for plan in plans for one in over_commits(plan)])
-
-
-def _with_remainder(plan: Plan) -> Plan:
-    """Return the plan with the remainder for a GPU's only llm step that was not measured."""
-    budgets = tuple(
-        one if one.kv_bytes else dataclasses.replace(one, rest_bytes=remainder_of(plan, one)) for one in plan.budgets
-    )
-    return plan if budgets == plan.budgets else dataclasses.replace(plan, budgets=budgets)
-
-
-def _with_left(plan: Plan, parts: Mapping[str, int]) -> Plan:
-    """Return the plan with these shares of each GPU for its llm steps."""
-    if not any(parts.values()):
-        return plan
-    budgets = (dataclasses.replace(one, kv_bytes=parts.get(one.device, one.kv_bytes)) for one in plan.budgets)
-    return with_kv_memory(dataclasses.replace(plan, budgets=tuple(budgets)))[0]

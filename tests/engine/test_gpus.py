@@ -234,48 +234,11 @@ def talking(mib: int | None) -> Callable[[Machine], Plan]:
     return lambda machine: make_plan(graph, machine)
 
 
-def test_what_is_to_be_open_together_claims_before_the_first_opens(make: Callable[..., Builder]) -> None:
-    gpus, agains = GpuReservations(), [talking(11), talking(21), planned(make(20))[1]]
-    gpus.reservation("other", 1).reserve(planned(make(8, device="fake:0"))[0])
-    holds = [gpus.reservation(f"p{number}", gpus.new_session()) for number in range(3)]
-    gpus.plan_together([*zip(holds, agains)], ONE)
-    plans = [hold.reserve(again(ONE), again, ONE) for hold, again in zip(holds, agains)]
-    assert [plan.budgets[0].kv_bytes for plan in plans] == [20 * MIB, 20 * MIB, 0]
-    assert gpus.reserved_bytes == {"fake:0": 100 * MIB}
-    more = gpus.reservation("more", gpus.new_session())
-    with pytest.raises(PipelineError, match=r"p0 .* another pipeline, with all that was left"):
-        gpus.plan_together([(more, talking(11))], ONE)
-    holds[0].release()
-    with pytest.raises(SessionClosed):
-        gpus.plan_together([(more, agains[0]), (holds[0], agains[0])], ONE)
-    for hold in holds:
-        hold.release()
-    more.release()
-    assert gpus.reserved_bytes == {"fake:0": 8 * MIB}
-
-
-def test_who_takes_or_gives_back_while_several_are_planned_counts(make: Callable[..., Builder]) -> None:
-    gpus, again, blocking = GpuReservations(), planned(make(60, device="fake:0"))[1], None
-    tries: list[int] = []
-
-    def meanwhile(machine: Machine) -> Plan:
-        nonlocal blocking
-        tries.append(1)
-        if len(tries) == 1:
-            blocking = gpus.reservation("first", 1)
-            blocking.reserve(planned(make(60))[0])
-        elif blocking is not None and len(tries) == 2:
-            blocking.release()
-        return again(machine)
-
-    gpus.plan_together([(gpus.reservation("one", 2), meanwhile)], ONE)
-    assert (gpus.reserved_bytes, len(tries)) == ({"fake:0": 60 * MIB}, 3)
-
-
 def test_a_waiting_session_is_notified_when_others_are_measured_or_gone() -> None:
     gpus, again = GpuReservations(), talking(None)
     first, second, third = (gpus.reservation(name, gpus.new_session()) for name in "abc")
-    gpus.plan_together([(first, again), (second, again), (third, again)], ONE)
+    for one in (first, second, third):
+        one.reserve(again(ONE), again, ONE)
     messages: list[tuple[str, int]] = []
     first.notify = lambda device, bytes: messages.append((device, bytes))
     assert first.settle("fake:0", 20 * MIB, 100 * MIB).waits and second.settle("fake:0", 10 * MIB, 100 * MIB).waits

@@ -17,6 +17,7 @@ from msgspec import Meta
 from weftline.cli.command import needing
 from weftline.cli.show import printable
 from weftline.engine.flags import Flag
+from weftline.engine.serving.model_info import NOT_LOADED, UNAVAILABLE
 from weftline.errors import InputError
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class ModelOptions:
 def status(options: StatusOptions) -> int:
     """Show whether a running server is ready, and its models with mean times of answered requests.
 
-    The exit code is 0 when everything is ready, and 6 when something is not ready or no server answers.
+    The exit code is 0 when everything is ready, and 6 when the server is not ready, a model has failed (admins
+    see that), or no server answers. A server is ready while one of its models is; with --strict, while all are.
 
     \b
     Examples:
@@ -205,7 +207,8 @@ def _print_status(client: Client, url: str, out: TextIO, as_json: bool, before: 
         lines = [f"{url}: {'ready' if ready else 'not ready'}", *_table(models, figures)]
         print(before + "\n".join(map(printable, lines)), file=out)
     out.flush()
-    return 0 if ready else NOT_READY
+    failed = any(one.state == UNAVAILABLE and one.why not in ("", NOT_LOADED) for one in models)
+    return 0 if ready and not failed else NOT_READY
 
 
 def _model_json(model: ModelState, figures: dict[str, ModelStats]) -> dict[str, Any]:

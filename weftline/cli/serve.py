@@ -56,10 +56,10 @@ class ServeFlags:
 
     verbose: Verbose = False
 
-    def assemble(self, machine: Machine | None = None) -> ServeConfig:
-        """Return the checked configuration. machine: as in `serve_file.assemble`."""
+    def assemble(self, machine: Machine | None = None, strict: bool = False) -> ServeConfig:
+        """Return the checked configuration. Parameters as in `serve_file.assemble`."""
         keys = {**self.keys, **({"logs.level": "debug"} if self.verbose else {})}
-        return assemble(self.files, self.config, keys, self.expose, machine)[0]
+        return assemble(self.files, self.config, keys, self.expose, machine, strict).config
 
 
 def serve(options: ServeFlags) -> int:
@@ -127,7 +127,7 @@ def run_serve(options: ServeFlags, out: TextIO, err: TextIO) -> int:
     """
     if options.cluster.engine == "ray":
         return _run_on_ray(options, out)
-    config = options.assemble()
+    config = options.assemble(strict=options.print_config)
     _check_files(config)
     if options.print_config:
         _print_config(config, options, out)
@@ -158,7 +158,7 @@ def _run_on_ray(options: ServeFlags, out: TextIO) -> int:
 
     cluster = options.cluster
     on = OnRay(cluster.replicas or 1, Need(gpus=cluster.gpus_per_replica or 0.0), cluster.address)
-    config = options.assemble(machine_for(on.need))
+    config = options.assemble(machine_for(on.need), strict=True)
     check_config(config)
     if options.print_config:
         _print_config(config, options, out)

@@ -55,7 +55,7 @@ class PipelineReplica:
         self._repository = Repository()
         self._statistics = Statistics()
         observers: list[Observer] = [self._statistics, RequestLog(self._config.logs)]
-        self._backend = LocalBackend(self._repository, self._config.pipelines, observers=observers)
+        self._backend = LocalBackend(self._repository, self._config.pipelines, observers=observers, strict=True)
         gate = Gate(tokens, self._config.limits, rates=RemoteRates(rates) if rates is not None else None)
         memory = SharedMemory(self._config.limits, False)
         server = GrpcServer(
@@ -74,7 +74,7 @@ class PipelineReplica:
 
     async def check_health(self) -> None:
         """Raise when the engine has given up on a model: Ray Serve then puts another replica in its place."""
-        if not server_ready(self._backend.index()):
+        if not server_ready(self._backend.index(), strict=True):
             raise RuntimeError("a model of this replica is not ready, and will not be")
 
     def __del__(self) -> None:

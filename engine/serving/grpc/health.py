@@ -36,7 +36,8 @@ UNKNOWN: Status = int(_Response.SERVICE_UNKNOWN)
 class GrpcHealth:
     """The Check and Watch methods."""
 
-    def __init__(self, backend: Backend, serving: DrainSwitch) -> None:
+    def __init__(self, backend: Backend, serving: DrainSwitch, strict: bool = False) -> None:
+        self._strict = strict
         self._backend = backend
         self._serving = serving
         self._statuses: dict[str, Status] = {}
@@ -73,7 +74,7 @@ class GrpcHealth:
         """Return the status of the server and of every model."""
         index, on = self._backend.index(), self._serving.on
         statuses = {one.name: _status(one.ready and on) for one in index}
-        return statuses | {"": _status(on and server_ready(index))}
+        return statuses | {"": _status(on and server_ready(index, self._strict))}
 
     def _poll(self) -> None:
         statuses = self._current()

@@ -41,7 +41,16 @@ Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 class GrpcModels:
     """The methods about the server and its models."""
 
-    def __init__(self, backend: Backend, serving: DrainSwitch, figures: Figures, version: str, memory: bool) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        serving: DrainSwitch,
+        figures: Figures,
+        version: str,
+        memory: bool,
+        strict: bool = False,
+    ) -> None:
+        self._strict = strict
         self._backend = backend
         self._serving = serving
         self._figures = figures
@@ -76,7 +85,8 @@ class GrpcModels:
         return V2.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any) -> Any:
-        return V2.ServerReadyResponse(ready=self._serving.on and server_ready(self._backend.index()))
+        ready = self._serving.on and server_ready(self._backend.index(), self._strict)
+        return V2.ServerReadyResponse(ready=ready)
 
     async def server_metadata(self, request: Any) -> Any:
         return V2.ServerMetadataResponse(name=NAME, version=self._version, extensions=self._extensions)

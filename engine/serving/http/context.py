@@ -49,6 +49,7 @@ class HttpContext:
     shared_memory: registered regions; refuses every registration where shared memory is off.
     figures:       source of v2's statistics.
     trace, logs:   settings that v2 clients may change.
+    strict:        not ready while any model that should serve is not.
     now_s:         seconds since the epoch.
     """
 
@@ -60,6 +61,7 @@ class HttpContext:
     figures: Figures
     trace: TraceSettings
     logs: LogSettings
+    strict: bool = False
     now_s: Callable[[], float] = time.time
 
     def authorised_info(self, request: Request, model: str, version: str = "") -> ModelInfo:
@@ -68,8 +70,8 @@ class HttpContext:
         return self.backend.info(model, version)
 
     def ready(self) -> bool:
-        """Return True while new work is accepted and no model has failed, as the gRPC server does."""
-        return self.serving.on and server_ready(self.backend.index())
+        """Return True while new work is accepted and models can serve, as the gRPC server does."""
+        return self.serving.on and server_ready(self.backend.index(), self.strict)
 
     async def outputs(self, request: Request, ask: Ask, encoded: bool = False) -> dict[str, Any]:
         """Return copies of a request's outputs. encoded: large json stays Packed."""

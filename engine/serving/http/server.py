@@ -73,6 +73,7 @@ class HttpServer(NetworkServer):
             figures=figures or Statistics().tell,
             trace=trace or TraceSettings(),
             logs=logs or LogSettings(),
+            strict=config.strict,
         )
         self.app: Starlette = application(self.context, gate, self._at.host)
         self.port = 0

@@ -117,10 +117,14 @@ def model_ready(index: Iterable[ModelState], name: str, version: str = "") -> bo
     return any(one.ready and version in ("", str(one.version)) for one in index if one.name == name)
 
 
-def server_ready(index: Iterable[ModelState]) -> bool:
-    """Return True unless a model that should serve is unavailable.
+def server_ready(index: Iterable[ModelState], strict: bool = False) -> bool:
+    """Return whether a load balancer may send requests to the server: some model is ready, or none should serve.
 
-    A model that is not loaded, or is being loaded for the first time, does not count: servers listen once the
-    configured models are loaded, and loading one more must not take the others out of rotation. One that failed counts.
+    A model that failed must not take the others out of rotation; model_ready says which one it is. A model that is not
+    loaded, or is being loaded for the first time, should not serve yet.
+
+    strict: every model that should serve is ready.
     """
-    return not any(one.state == UNAVAILABLE and (one.version > 0 or one.why not in ("", NOT_LOADED)) for one in index)
+    found = tuple(index)
+    failed = any(one.state == UNAVAILABLE and (one.version > 0 or one.why not in ("", NOT_LOADED)) for one in found)
+    return not failed or (not strict and any(one.ready for one in found))

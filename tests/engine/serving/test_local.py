@@ -83,6 +83,93 @@ def test_a_pipeline_and_its_exposed_step_are_models(tmp_path: Path) -> None:
     run(go())
 
 
+DIES = """
+from weftline.node import BatchNode, Ports, port
+
+class Dies(BatchNode):
+    @classmethod
+    def ports(cls, config, step):
+        return Ports((port("value", "text"),), (port("value", "text"),))
+    def __init__(self, config):
+        raise RuntimeError("no weights")
+    def run(self, batch):
+        return batch
+
+class Ends(Dies):
+    def __init__(self, config):
+        import os
+        os._exit(3)
+"""
+CANNOT_OPEN = """weftline: 1
+name: dies
+inputs: {x: text}
+steps:
+  same: {node: "dies.py:Dies", inputs: {value: x}}
+outputs: {y: same.value}
+"""
+ON_ONE_GPU = """weftline: 1
+name: holds
+inputs: {x: text}
+steps:
+  same: {node: %s, inputs: {value: x}, device: "fake:0", device_bytes: 1000000}
+outputs: {y: same.value}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["there is no such file", "unknown", "no weights"])
+def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_serving(
+    tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    bad = {"unknown": TENSORS.replace("echo", "unknown"), "no weights": CANNOT_OPEN}.get(why)
+    (tmp_path / "good.yaml").write_text(TENSORS)
+    if bad is not None:
+        (tmp_path / "bad.yaml").write_text(bad)
+    served = {name: ServedPipeline(tmp_path / f"{name}.yaml", ("same",)) for name in ("bad", "good")}
+
+    async def go() -> None:
+        with Repository() as repository:
+            models = LocalBackend(repository, served)
+            await models.open()
+            states = {one.name: one for one in models.index()}
+            assert {name: one.state for name, one in states.items()} == {
+                "bad": UNAVAILABLE, "bad.same": UNAVAILABLE, "good": READY, "good.same": READY,
+            }  # fmt: skip
+            assert why in states["bad"].why and why in states["bad.same"].why
+            with await models.ask(Ask("good", {"x": np.zeros(3, np.uint8)})):
+                pass
+            with pytest.raises(SessionClosed, match=r"not ready|not loaded"):
+                await models.ask(Ask("bad.same", {"value": np.zeros(3, np.uint8)}))
+            (tmp_path / "bad.yaml").write_text(TENSORS)
+            assert await models.load("bad") == 1
+            assert {one.state for one in models.index()} == {READY}
+        with Repository() as repository:
+            (tmp_path / "bad.yaml").write_text(bad or "weftline: 1\n")
+            with pytest.raises(WeftlineError):
+                await LocalBackend(repository, served, strict=True).open()
+            with pytest.raises(WeftlineError):
+                await LocalBackend(repository, {"bad": served["bad"]}).open()
+
+    run(go())
+    assert sum("model bad could not be loaded" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_what_fails_in_a_process_of_several_leaves_the_others(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    for name, node in (("good", "echo"), ("bad", "dies.py:Dies"), ("other", "echo"), ("ends", "dies.py:Ends")):
+        (tmp_path / f"{name}.yaml").write_text(ON_ONE_GPU % f'"{node}"')
+    machine = Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
+    for names in (("good", "bad", "other"), ("good", "ends")):
+        with Repository(machine=machine, gpus=GpuReservations()) as repository:
+            done = dict(repository.load_together({name: tmp_path / f"{name}.yaml" for name in names}))
+            bad = done.pop(names[1])
+            assert isinstance(bad, ModelError) and set(done.values()) == {1}, done
+            assert [entry.state for entry in repository.index()].count("failed") == 1
+            assert repository.get("good").run(x="a")["y"] == "a"
+
+
 @pytest.mark.slow
 def test_every_request_that_ends_is_recorded_once(tmp_path: Path) -> None:
     records: list[Record] = []

@@ -9,7 +9,7 @@ import pytest
 from weftline.engine.flags import flag_fields
 from weftline.engine.serving import serve_file
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline, Tls
-from weftline.engine.serving.serve_file import assemble, merge
+from weftline.engine.serving.serve_file import Assembled, assemble, merge
 from weftline.errors import InputError, PipelineError
 from weftline.pipelines.placement.machine import Device, Machine
 
@@ -41,20 +41,24 @@ def wrong(files: list[str], config: str | None = None, **given: Any) -> str:
     return str(error.value)
 
 
+def programs(served: Assembled) -> list[str]:
+    return [name for plan in served.plans for name in plan.programs]
+
+
 def test_a_pipeline_file_is_served_under_its_own_name(write: Writer) -> None:
     file, other = write("shout"), write("whisper")
-    config, plans = assemble([file, other], None)
-    assert config == ServeConfig({"shout": ServedPipeline(Path(file)), "whisper": ServedPipeline(Path(other))})
-    assert list(plans) == ["shout", "whisper"]
+    served = assemble([file, other], None)
+    assert served.config == ServeConfig({"shout": ServedPipeline(Path(file)), "whisper": ServedPipeline(Path(other))})
+    assert programs(served) == ["shout", "whisper"]
 
 
 def test_a_serve_file_is_known_by_its_pipelines_and_others_join_it(write: Writer) -> None:
     write("shout")
     serve, other = write("serve", "pipelines: {loud: shout.yaml}\ngrace_s: 3\n"), write("whisper")
     for files, named in (([serve, other], None), ([other], serve)):
-        config, plans = assemble(files, named)
-        assert list(config.pipelines) == ["loud", "whisper"] == list(plans)
-        assert config.grace_s == 3
+        served = assemble(files, named)
+        assert list(served.config.pipelines) == ["loud", "whisper"] == programs(served)
+        assert served.config.grace_s == 3
 
 
 def test_flags_override_the_file() -> None:
@@ -133,9 +137,9 @@ def test_problems_of_every_file_come_together_each_with_its_own_line(write: Writ
 def test_what_is_only_loaded_later_may_be_missing_or_broken_now(write: Writer) -> None:
     write("broken", "weftline: 1\n")
     text = "pipelines: {a: {file: gone.yaml, load: false}, b: {file: broken.yaml, load: false, expose: [s]}}\n"
-    config, plans = assemble([write("serve", text)], None)
-    assert list(config.pipelines) == ["a", "b"]
-    assert plans == {}
+    served = assemble([write("serve", text)], None)
+    assert list(served.config.pipelines) == ["a", "b"]
+    assert not served.plans and not served.failed
 
 
 def test_problems_of_flags_name_the_flag(write: Writer) -> None:
@@ -177,7 +181,7 @@ def test_shared_memory_wants_one_process_since_regions_are_known_to_one(write: W
     assert "--shared-memory: regions are known" in wrong(
         [write("whisper")], overrides={"shared_memory": True, "grpc.processes": 2}
     )
-    assert assemble([serve], None, {"grpc.processes": 1})[0].shared_memory
+    assert assemble([serve], None, {"grpc.processes": 1}).config.shared_memory
 
 
 def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
@@ -200,14 +204,26 @@ outputs: {{y: a.value}}
 """
     gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
     first, second = write("first", on_gpu.format("first", 4 * gib)), write("second", on_gpu.format("second", 3 * gib))
-    assert list(assemble([first], None, machine=machine)[1]) == ["first"]
-    with pytest.raises(PipelineError) as refused:
-        assemble([first, second], None, machine=machine)
-    (problem,) = refused.value.problems
-    assert problem.file == second and "first       another pipeline  claimed" in problem.found
+    assert programs(assemble([first], None, machine=machine)) == ["first"]
+    served = assemble([first, second], None, machine=machine)
+    assert programs(served) == ["first"] and list(served.failed) == ["second"]
+    (problem,) = served.failed["second"]
+    assert problem.file == second and "fake:0 has 8 GiB" in problem.found
+    assert "second.yaml" in wrong([first, second], machine=machine, strict=True)
+    assert "second.yaml" in wrong([first, second], machine=machine, overrides={"strict": True})
     serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
-    _, plans = assemble([serve], None, machine=machine)
-    assert list(plans) == ["one", "two"], "what is loaded later finds then what is left"
+    assert programs(assemble([serve], None, machine=machine)) == ["one"]
+
+
+def test_a_pipeline_that_cannot_be_read_leaves_the_others(write: Writer, tmp_path: Path) -> None:
+    good, broken = write("shout"), write("broken", "weftline: 1\nsteps: [\n")
+    serve = write("serve", "pipelines: {loud: shout.yaml, gone: gone.yaml, broken: {file: broken.yaml, expose: [s]}}\n")
+    served = assemble([serve], None)
+    assert programs(served) == ["loud"] and list(served.config.pipelines) == ["loud", "gone", "broken"]
+    assert [problem.line for problem in served.failed["gone"]] == [1] and served.failed["broken"][0].file == broken
+    beside = assemble([good, broken, str(tmp_path / "none.yaml")], None)
+    assert programs(beside) == ["shout"] and sorted(beside.failed) == ["broken", "none"]
+    assert "nothing was started" in wrong([broken, str(tmp_path / "none.yaml")]), "none is left"
 
 
 def test_exposed_steps_are_planned_with_their_pipelines_on_shared_gpus(write: Writer) -> None:
@@ -220,24 +236,13 @@ outputs: {{y: s.text}}
 """
     gib, machine = 1 << 30, Machine(2, 8 << 30, (Device("fake:0", 16 << 30),))
     first, second = write("first", talks.format("first", gib)), write("second", talks.format("second", 3 * gib))
-    _, plans = assemble([first, second], None, expose=("first.s",), machine=machine)
-    part = int((16 - 1 - 2 * 1.5 - 3.5) * gib) // 3
-    assert [plan.budgets[0].kv_bytes for plan in plans.values()] == [part, part]
-    with pytest.raises(PipelineError) as refused:
-        assemble(
-            [first, second],
-            None,
-            expose=("first.s", "second.s", "second.unknown"),
-            machine=Machine(2, 8 << 30, (Device("fake:0", 8 << 30),)),
-        )
-    exposed, unknown = refused.value.problems
-    assert exposed.found.startswith(
-        "step s cannot be a model of its own: fake:0 has 8 GiB, and 11 GiB of it are claimed"
-    )
-    assert "first.s     another pipeline  claimed" in exposed.found and exposed.fix.endswith(
-        "or unload first, first.s, second"
-    )
-    assert unknown.found == "no step is called unknown"
-    assert assemble(
-        [first, second], None, expose=("first.s",), machine=Machine(2, 8 << 30, (Device("fake:0", 8 << 30),))
-    )
+    served = assemble([first, second], None, expose=("first.s",), machine=machine)
+    (plan,) = served.plans
+    assert list(plan.programs) == ["first", "first.s", "second"]
+    sizes = {step.options["kv_bytes"] for step in plan.plan.steps}
+    assert len(sizes) == 1 and sizes.pop() > gib, "evenly, of all that is left"
+    small = Machine(2, 8 << 30, (Device("fake:0", 4 << 30),))
+    left = assemble([first, second], None, expose=("first.s", "second.s"), machine=small)
+    assert programs(left)[0] == "first" and {"second", "second.s"} <= left.failed.keys()
+    exposed = wrong([first, second], expose=("first.s", "second.unknown"), machine=small)
+    assert "no step is called unknown" in exposed and "second.yaml" in exposed

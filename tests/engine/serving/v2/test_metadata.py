@@ -71,8 +71,9 @@ GOOD = ModelState("good", 2, READY)
         (GOOD, True),
     ],
 )
-def test_a_server_is_ready_unless_a_model_that_should_serve_does_not(state: ModelState, ready: bool) -> None:
-    assert server_ready([GOOD, state]) is ready
+def test_a_server_is_ready_while_a_model_serves_or_none_should(state: ModelState, ready: bool) -> None:
+    assert server_ready([GOOD, state]) and server_ready([state]) is ready
+    assert server_ready([GOOD, state], strict=True) is ready
 
 
 def test_a_server_without_models_is_ready() -> None:
