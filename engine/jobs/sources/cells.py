@@ -48,6 +48,10 @@ NUMBER_NULLS = (
 )  # fmt: skip
 """Cells of CSV that are null in `--where`, as in pyarrow and pandas, and all but NaN in inputs."""
 
+SOME_NUMBERS = b"weftline.numbers"
+"""Metadata key of CSV cells without a common number type, of which a number may be read: the first rows have one, or
+only empty cells."""
+
 NO_FIT = (pa.ArrowException, TypeError, ValueError, OverflowError)
 
 _CLASSES: Mapping[Callable[[pa.DataType], bool], type] = {
@@ -57,6 +61,9 @@ _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 _FRACTION = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[+-]?inf(inity)?", re.IGNORECASE)
+_NUMBER = rf"^(?i:{_HEX.pattern}|{_FRACTION.pattern}|true|false)$"
+"""Cells that `_number` reads as numbers, but for NaN."""
+
 _TRUTH: Mapping[str, bool] = {
     "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
 }  # fmt: skip
@@ -112,6 +119,8 @@ def csv_value(cell: str) -> Any:
 
 def csv_numbers(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]:
     """Return the numbers in CSV cells, as `_number` does, cast together where that changes none of them."""
+    if pa.types.is_string(field.type):
+        return [_number(one) for one in cells.to_pylist()]
     array, reasons = _numbers(cells, field.type)
     values: list[Any] = array.to_pylist()
     beyond = [row for row, one in enumerate(values) if one is None or (one.__class__ is float and abs(one) >= _EXACT)]
@@ -120,12 +129,12 @@ def csv_numbers(cells: pa.ChunkedArray | pa.Array, field: pa.Field) -> list[Any]
     return values
 
 
-def _number(cell: str) -> Any:
+def _number(cell: str | None) -> Any:
     """Return the number in a CSV cell: int, float or bool; None for NUMBER_NULLS, Unusable for anything else.
 
-    NaN is a number here: it fits floats only.
+    cell: None in a malformed record. NaN is a number here: it fits floats only.
     """
-    text = cell.strip()
+    text = (cell or "").strip()
     if text.lower() in ("nan", "+nan", "-nan"):
         return math.nan
     if text in NUMBER_NULLS:
@@ -142,7 +151,21 @@ def _number(cell: str) -> Any:
             return Unusable(TOO_LARGE) if math.isinf(number) and text[-1].isdigit() else number
     except ValueError:  # too many digits
         pass
-    return Unusable(f"expected a number, found {cell[:40]!r}")
+    return Unusable(f"expected a number, found {text[:40]!r}")
+
+
+def csv_field(name: str, cells: pa.ChunkedArray | pa.Array) -> pa.Field:
+    """Return the field of a reader's schema for CSV cells, given the first of them."""
+    field = cell_field(name, learned_csv(cells), CSV_CELL)
+    numbers = _trimmed(cells)
+    if pa.types.is_string(field.type) and (numbers.null_count == len(numbers) or _has(numbers, _NUMBER)):
+        return field.with_metadata({**field.metadata, SOME_NUMBERS: b""})
+    return field
+
+
+def may_hold_numbers(field: pa.Field) -> bool:
+    """Return True for CSV cells of which some may be numbers, though the first rows have no number type."""
+    return SOME_NUMBERS in (field.metadata or {})
 
 
 def learned_csv(cells: pa.ChunkedArray | pa.Array) -> pa.DataType:

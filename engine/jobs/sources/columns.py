@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
 from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_number, is_text, storage
-from weftline.engine.jobs.sources.cells import MIXED, cell_kind
+from weftline.engine.jobs.sources.cells import MIXED, cell_kind, may_hold_numbers
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
 from weftline.nodes import exact_numbers
@@ -44,7 +44,7 @@ def misfit(field: pa.Field, port: PortType) -> str:
     if port.kind == "json":
         return _for_json(type)
     if port.kind == "tensor":
-        return _for_tensor(field.type, port)
+        return _for_tensor(pa.float64() if may_hold_numbers(field) else field.type, port)
     return f"{port.kind} cannot come from a column"
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pcsv
 
 from weftline.engine.jobs.rows import CSV_CELL
-from weftline.engine.jobs.sources.cells import cell_field, learned_csv
+from weftline.engine.jobs.sources.cells import cell_field, csv_field
 from weftline.engine.jobs.sources.formats import suffixes_of
 from weftline.engine.jobs.sources.locations import SourceFile
 from weftline.engine.jobs.sources.reader import HIDDEN_FIELD, check_columns, check_names
@@ -99,7 +99,7 @@ class CsvReader(TextReader):
         table = _table(data, names, cells, delimiter, skip=True)
         if not isinstance(table, pa.Table):
             return cells
-        return pa.schema([cell_field(name, learned_csv(table.column(name)), CSV_CELL) for name in names])
+        return pa.schema([csv_field(name, table.column(name)) for name in names])
 
     def _parsed(self, block: LineBlock, origin: int) -> pa.Table:
         names, delimiter, cells = self._headers[origin][1], self._delimiter(origin), _cells(self.schema.names)

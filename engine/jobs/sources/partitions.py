@@ -18,7 +18,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import CSV_CELL
-from weftline.engine.jobs.sources.cells import cell_field, learned_csv
+from weftline.engine.jobs.sources.cells import cell_field, csv_field
 from weftline.engine.jobs.sources.formats import without_query
 from weftline.engine.jobs.sources.locations import SourceFile
 from weftline.engine.jobs.sources.reader import (
@@ -58,7 +58,7 @@ def hive_columns(files: Sequence[SourceFile]) -> FileColumns:
     names = dict.fromkeys(name for pairs in found for name in pairs)
     columns = {name: pa.array([pairs.get(name) for pairs in found], pa.string()) for name in names}
     fields = [cell_field(name, pa.string(), CSV_CELL) for name in names]
-    learned = [cell_field(name, learned_csv(values), CSV_CELL) for name, values in columns.items()]
+    learned = [csv_field(name, values) for name, values in columns.items()]
     return FileColumns(pa.table(list(columns.values()), schema=pa.schema(fields)), pa.schema(learned))
 
 

@@ -241,6 +241,7 @@ def test_values_of_hive_folders_are_those_of_run(folder: Path, cells: list[str |
     assert by_rows(value, root) == by_run(value, [None if cell is None else csv_value(cell) for cell in cells])
 
 
+@pytest.mark.parametrize("learned", [3, 20])
 @pytest.mark.parametrize(
     ("type", "cells", "expected"),
     [
@@ -256,16 +257,33 @@ def test_values_of_hive_folders_are_those_of_run(folder: Path, cells: list[str |
     ],
 )  # fmt: skip
 def test_csv_cells_are_the_numbers_that_a_port_needs(
-    folder: Path, type: str, cells: list[str], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, type: str, cells: list[str], expected: list[Any], learned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["v,n\n", *(f"{cell},{row}\n" for row, cell in enumerate(cells))]
-    monkeypatch.setattr("weftline.engine.jobs.sources.csv_reader.LEARN_BYTES", len("".join(lines[:3])))
+    monkeypatch.setattr("weftline.engine.jobs.sources.csv_reader.LEARN_BYTES", len("".join(lines[:learned])))
     file = folder / "numbers.csv"
     file.write_text("".join(lines))
     plan = plan_of(folder, type)
     numbers = [None if one is None else b"" if one == FAILED else one for one in expected]
     by_value = [FAILED if one == b"" else sent for one, sent in zip(numbers, by_run(plan, numbers))]
     assert by_rows(plan, file) == by_value
+
+
+@pytest.mark.parametrize(
+    ("cells", "refused"),
+    [(["x", "2"], ""), (["2"], ""), (["x", "0x1F", ""], ""), (["", "NA"], ""), (["x", ".", "1-2"], "a column of string"), ([], "")],
+)
+def test_csv_without_a_number_is_refused_for_a_port_of_numbers(folder: Path, cells: list[str], refused: str) -> None:
+    file, plan = folder / "words.csv", plan_of(folder, "float64[]")
+    file.write_text("".join(["v,n\n", *(f"{cell},{row}\n" for row, cell in enumerate(cells)), "1,2,3\n"]))
+    if refused:
+        with pytest.raises(InputError, match=refused):
+            by_rows(plan, file)
+        return
+    expected = {"x": FAILED, "2": by_run(plan, [2.0])[0], "0x1F": by_run(plan, [31.0])[0], "": None, "NA": None}
+    assert by_rows(plan, file) == [*(expected[cell] for cell in cells), FAILED]
+    with pytest.raises(InputError, match="0 dimensions"):
+        by_rows(plan_of(folder, "float64[3]"), file)
 
 
 class Looking(Plain):
