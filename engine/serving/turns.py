@@ -14,7 +14,7 @@ from typing import Protocol
 TURN_S, SHORT_TURN_S = 0.001, 0.00025
 """Work of one connection in one turn of the event loop: alone, and while other connections have more work."""
 
-NEW_PAUSE = 3
+NEW_PAUSE, NEW_PAUSE_MAX_S = 3, 0.05
 """Pause between turns of new connections, in turns: those without a call with rights have a quarter of the time."""
 
 
@@ -63,11 +63,13 @@ class Turns:
     def _continue_new(self) -> None:
         """Let a new connection go on, and the next one after a pause."""
         started_s = time.monotonic()
-        connection = self._new_backlog[0]  # stays there: no second timer is started
         try:
-            connection.work(TURN_S)
+            self._new_backlog[0].work(TURN_S)  # stays there: no second timer is started
         finally:
-            self._new_backlog.popleft()
-            if self._new_backlog:
-                pause_s = NEW_PAUSE * (time.monotonic() - started_s)
-                asyncio.get_running_loop().call_later(pause_s, self._continue_new)
+            asyncio.get_running_loop().call_soon(self._pause_new, started_s)  # behind the tasks that this has started
+
+    def _pause_new(self, started_s: float) -> None:
+        self._new_backlog.popleft()
+        if self._new_backlog:
+            pause_s = min(NEW_PAUSE * (time.monotonic() - started_s), NEW_PAUSE_MAX_S)
+            asyncio.get_running_loop().call_later(pause_s, self._continue_new)

@@ -111,14 +111,17 @@ class Connections:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """The protocol of uvicorn with the limits above. shared: state of all connections of its server."""
+    """The protocol of uvicorn with the limits above.
 
-    new = False  # all of them take turns as equals
+    shared: state of all connections of its server.
+    new:    no call with rights has begun on it.
+    """
 
     def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._shared = shared
         self._limits = shared.limits
+        self.new = True
         self._kept = b""  # received and not parsed
         self._waits = False  # for its turn to parse them
         self._in_body = False
@@ -151,6 +154,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def begin_call(self, caller: str) -> None:
         """Note that a call with rights begins; LimitReached as `ConnectionTable.begin_call`."""
+        self.new = False
         closed = self._shared.table.begin_call(self, caller)
         if closed is not None:
             closed.close_for_another()
