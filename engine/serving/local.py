@@ -48,7 +48,7 @@ from weftline.errors import (
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
-from weftline.pipelines.spec.single_step import alone
+from weftline.pipelines.spec.single_step import exposed, exposing
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -448,7 +448,10 @@ def _own(ask: Ask) -> SequencePart | None:
 def _pipelines(name: str, served: ServedPipeline) -> dict[str, Pipeline]:
     """Return the models a pipeline gives, as it is in its file now."""
     pipeline = load_file(served.file)
-    return {name: pipeline} | {f"{name}.{step}": alone(pipeline, step) for step in served.expose}
+    if not served.expose:
+        return {name: pipeline}
+    steps = {f"{name}.{step}": exposed(pipeline, step) for step in served.expose}
+    return {name: exposing(pipeline, served.expose)} | steps
 
 
 def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:

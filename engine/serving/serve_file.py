@@ -33,7 +33,7 @@ from weftline.pipelines.placement.sharing import SharedPlan, groups_of
 from weftline.pipelines.spec.document import Document, hide_secrets, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
-from weftline.pipelines.spec.single_step import alone
+from weftline.pipelines.spec.single_step import exposed, exposing
 
 COMMAND_LINE = "the command line"
 """File name in problems of command-line options."""
@@ -295,15 +295,17 @@ def _plans(
     for name, one in config.pipelines.items():
         if name not in graphs:
             continue
-        if one.load:
-            wanted[name] = graphs[name]
-        for step in (step for step in one.expose if any(step == there.name for there in graphs[name].steps)):
-            try:
-                exposed = alone(graphs[name], step)
-                if one.load:
-                    wanted[f"{name}.{step}"] = exposed
-            except (InputError, PipelineError) as error:
-                not_alone[f"{name}.{step}"] = Problem("", str(error))
+        models = {name: graphs[name]}
+        try:
+            for step in (step for step in one.expose if any(step == there.name for there in graphs[name].steps)):
+                try:
+                    models[f"{name}.{step}"] = exposed(graphs[name], step)
+                except InputError as error:
+                    not_alone[f"{name}.{step}"] = Problem("", str(error))
+            models[name] = exposing(graphs[name], one.expose)
+        except PipelineError:  # planning it lists its problems
+            models = {name: graphs[name]}
+        wanted |= models if one.load else {}
     plans: list[SharedPlan] = []
     gpus = GpuReservations()
     for names in groups_of(wanted):

@@ -10,9 +10,11 @@ instances, the deadlines of requests, and the limits on silent workers and slow 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from weftline.errors import InputError, PipelineError
+from weftline.nodes.ports import Port
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.check.problems import did_you_mean
 from weftline.pipelines.placement.plan import Plan
@@ -36,10 +38,7 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
     if one is None:
         hint = did_you_mean(name, checked.steps) or f"steps here: {', '.join(checked.steps)}"
         raise InputError(f"step {name:.80} is not in pipeline {pipeline.name}\n    fix: {hint}")
-    inputs = tuple(
-        Input(port.name, "json" if port.type.kind == "any" else str(port.type), port.about, optional=port.optional)
-        for port in one.ports.inputs
-    )
+    inputs = tuple(_input(port, port.name) for port in one.ports.inputs)
     own = one.step.name.replace("/", "-")[:NAME_CHARS_MAX]
     step = replace(
         one.step,
@@ -50,6 +49,38 @@ def alone(pipeline: Pipeline, name: str) -> Pipeline:
     outputs = {port.name: Wire(own, port.name) for port in one.ports.outputs}
     whole = f"{pipeline.name}-{own}"[:NAME_CHARS_MAX]
     return replace(checked.pipeline, name=whole, inputs=inputs, steps=(step,), outputs=outputs, about="")
+
+
+def exposed(pipeline: Pipeline, name: str) -> Pipeline:
+    """Return the pipeline of one step that shares what the step of `exposing(pipeline, [name])` loads.
+
+    Errors as of `alone`. A step in a process that it shares by `worker:` is loaded again.
+    """
+    one = alone(pipeline, name)
+    step = pipeline.step(name)
+    return replace(one, steps=(replace(one.steps[0], idle=step.idle if step is not None else None),))
+
+
+def exposing(pipeline: Pipeline, names: Collection[str]) -> Pipeline:
+    """Return the pipeline with all optional inputs of these steps connected: further ones to absent constants.
+
+    What is loaded depends on the inputs that are connected. PipelineError: the pipeline has problems.
+    """
+    checked = examine(pipeline)
+    if checked.problems:
+        raise PipelineError(checked.problems)
+    inputs, steps = list(pipeline.inputs), list[Step]()
+    for step in pipeline.steps:
+        ports = checked.steps[step.name].ports.inputs if step.name in names else ()
+        free = [_input(port, f"{step.name}/{port.name}") for port in ports if port.name not in step.inputs]
+        wires = {one.name.rpartition("/")[2]: Wire(None, one.name) for one in free}
+        inputs += [replace(one, optional=True, hidden=True) for one in free]
+        steps.append(replace(step, inputs={**step.inputs, **wires}))
+    return replace(pipeline, inputs=tuple(inputs), steps=tuple(steps))
+
+
+def _input(port: Port, name: str) -> Input:
+    return Input(name, "json" if port.type.kind == "any" else str(port.type), port.about, optional=port.optional)
 
 
 def graph_to_debug(pipeline: Pipeline, name: str) -> Pipeline:

@@ -190,7 +190,7 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     def refused(pipeline: object, step: str) -> None:
         raise InputError("it is the scheduler's")
 
-    monkeypatch.setattr(serve_file, "alone", refused)
+    monkeypatch.setattr(serve_file, "exposed", refused)
     assert "step a cannot be a model of its own: it is the scheduler's" in wrong([write("shout")], expose=("a",))
 
 
@@ -213,6 +213,12 @@ outputs: {{y: a.value}}
     assert "second.yaml" in wrong([first, second], machine=machine, overrides={"strict": True})
     serve = write("serve", "pipelines: {one: first.yaml, two: {file: second.yaml, load: false}}\n")
     assert programs(assemble([serve], None, machine=machine)) == ["one"]
+
+
+def test_a_pipeline_with_problems_is_no_mistake_of_what_it_exposes(write: Writer) -> None:
+    write("shout"), write("bad", PIPELINE.format(name="bad").replace("node: ", "node: un"))
+    served = assemble([write("serve", "pipelines: {loud: shout.yaml, bad: {file: bad.yaml, expose: [a]}}\n")], None)
+    assert programs(served) == ["loud"] and list(served.failed) == ["bad"]
 
 
 def test_a_pipeline_that_cannot_be_read_leaves_the_others(write: Writer, tmp_path: Path) -> None:
@@ -238,11 +244,12 @@ outputs: {{y: s.text}}
     first, second = write("first", talks.format("first", gib)), write("second", talks.format("second", 3 * gib))
     served = assemble([first, second], None, expose=("first.s",), machine=machine)
     (plan,) = served.plans
-    assert list(plan.programs) == ["first", "first.s", "second"]
+    assert list(plan.programs) == ["first", "first.s", "second"] and len(plan.plan.steps) == 2
+    assert plan.programs["first"].deployments == plan.programs["first.s"].deployments, "the exposed step shares"
     sizes = {step.options["kv_bytes"] for step in plan.plan.steps}
     assert len(sizes) == 1 and sizes.pop() > gib, "evenly, of all that is left"
     small = Machine(2, 8 << 30, (Device("fake:0", 4 << 30),))
     left = assemble([first, second], None, expose=("first.s", "second.s"), machine=small)
-    assert programs(left)[0] == "first" and {"second", "second.s"} <= left.failed.keys()
+    assert programs(left) == ["first", "first.s"] and list(left.failed) == ["second", "second.s"]
     exposed = wrong([first, second], expose=("first.s", "second.unknown"), machine=small)
     assert "no step is called unknown" in exposed and "second.yaml" in exposed
