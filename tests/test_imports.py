@@ -59,7 +59,12 @@ MAY_LOAD = (
     *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py", "weftline/gpu_check/llm_served.py"),
 )
 """Where frameworks may be imported at the top of a file: these are imported only to be used."""
-LEAVES = ("weftline.engine.token_bucket", "weftline.engine.fair_queue", "weftline.engine.llm.params")
+LEAVES = (
+    "weftline.engine.token_bucket",
+    "weftline.engine.fair_queue",
+    "weftline.engine.llm.params",
+    "weftline.engine.llm.template_options",
+)
 """Pure files that import nothing of the engine, for both sides."""
 SHARED = ("weftline.engine.runtime.decode_process",)
 """Decoding processes, which both the engine and the llm step of a worker start for pictures."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-from jinja2 import TemplateError, Undefined, nodes
+from jinja2 import TemplateError, Undefined, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import FILTERS
@@ -60,7 +60,10 @@ _ABSENT = ("center", "format", "pprint", "random", "urlize", "wordwrap", "xmlatt
 
 
 class ChatTemplate:
-    """One chat template. Not for two renderings at a time. Raises jinja2.TemplateError for a template that is wrong."""
+    """One chat template. Not for two renderings at a time. Raises jinja2.TemplateError for a template that is wrong.
+
+    reads: names of the variables that it reads.
+    """
 
     def __init__(self, source: str) -> None:
         if len(source) > SOURCE_CHARS_MAX:
@@ -68,6 +71,7 @@ class ChatTemplate:
         self._environment = _Environment(len(source))
         try:
             tree = self._environment.parse(source)
+            self.reads = frozenset(meta.find_undeclared_variables(tree))
             _Counting().visit(tree)
             self._template = self._environment.from_string(tree)
         except (RecursionError, MemoryError, SyntaxError):

@@ -24,6 +24,7 @@ from weftline.engine.llm.ports import TENANT, answer_outputs, head_ports, reques
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
 from weftline.engine.llm.sequence import urgency_ms
+from weftline.engine.llm.template_options import TemplateOptions
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, encoded_chars, refuse_media, shows_media
@@ -127,6 +128,7 @@ class Llm(StreamNode):
         own = (
             port("adapter", "text", optional=True, about="name of the LoRA adapter to answer with"),
             TENANT,
+            port("template", "json", optional=True, about="how the prompt is made, by key: variables, apply, ..."),
             port("retention", "json", optional=True, about="retention of cached parts of the prompt, as ranges"),
         )
         inputs = request_inputs(*image_ports(config, found, step))
@@ -431,6 +433,7 @@ class Llm(StreamNode):
         """Return the tokens of the prompt or conversation. media: what stands for pictures and videos in its texts."""
         _, tokens = self._opened()
         tools = list(request.offered) or None
+        options = TemplateOptions.read(inputs.get("template"))
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
         if (prompt is None) == (messages is None):
             found = "neither" if prompt is None else "both"
@@ -438,14 +441,17 @@ class Llm(StreamNode):
         if messages is not None:
             if not tokens.has_template:
                 raise InputError("messages: the model has no chat template; send a prompt")
-            return tokens.chat(messages, tools, media)
+            if not options.apply:
+                raise InputError("template.apply: found false, expected true with messages", param="apply")
+            return tokens.chat(messages, tools, media, options)
         if not isinstance(prompt, str) or not prompt:
             raise InputError("prompt: found an empty text, expected at least one character")
-        if not tokens.has_template and tools:
-            raise InputError("tools: the model has no chat template, which would describe them", param="tools")
-        if not tokens.has_template:
-            return tokens.raw(prompt, media)
-        return tokens.chat(_turns(system, prompt), tools, media)
+        applied = tokens.has_template and options.apply
+        if tools and not applied:
+            raise InputError("tools: the prompt has no chat template, which would describe them", param="tools")
+        if not applied:
+            return tokens.raw(prompt, media, options.add_special_tokens)
+        return tokens.chat(_turns(system, prompt), tools, media, options)
 
     def _fixed_tokens(self, system: str, prefix: str) -> list[int]:
         """Return the leading tokens of every prompt of a step: the common prefix of two different prompts."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
+from weftline.engine.llm.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
@@ -118,13 +119,21 @@ class Tokens:
         """Return whether the text of `tokens`, control tokens included, ends with `text` and white space."""
         return self._decoder(control=True)(tokens[-8:]).rstrip().endswith(text)
 
-    def chat(self, messages: object, tools: object = None, media: Marks = NO_MARKS) -> list[int]:
+    def chat(
+        self,
+        messages: object,
+        tools: object = None,
+        media: Marks = NO_MARKS,
+        options: TemplateOptions = DEFAULT_TEMPLATE,
+    ) -> list[int]:
         """Return the tokens of a conversation, ready for the model's answer; InputError if it is invalid.
 
-        tools: tool definitions, as the chat template expects them.
-        media: characters that stand for pictures and videos in the texts.
+        tools:   tool definitions, as the chat template expects them.
+        media:   characters that stand for pictures and videos in the texts.
+        options: variables of the template, and the end of the prompt.
         """
         turns = check_messages(messages)
+        end = _mark_end(turns) if options.continue_final_message else ""
         if self.image_token:
             turns = with_parts(turns, media)
         offered = None if tools is None else check_tools(tools)
@@ -134,23 +143,26 @@ class Tokens:
             texts.append(text)
             return text
 
-        mapped(turns, collect)
-        tools_at = len(texts)
-        mapped(offered, collect, "tools")
-        self._check_texts(texts, tools_at)
+        template = self._template(self.video_template if media.video_texts else None, offered)
+        variables, documents = options.variables_of(template.reads), options.documents
+        parts: dict[str, Any] = {"messages": turns, "tools": offered, "variables": variables, "documents": documents}
+        owners: list[str] = []
+        for name, part in parts.items():
+            mapped(part, collect, name)
+            owners += [name] * (len(texts) - len(owners))
+        self._check_texts(texts, owners)
         marked, marks = self._mark(texts, self.video_token if media.video_texts else "")
         if marks:
             following = iter(marked)
-            turns, offered = (mapped(value, lambda text: next(following)) for value in (turns, offered))
+            parts = {name: mapped(part, lambda text: next(following)) for name, part in parts.items()}
         try:
-            source = self.video_template if media.video_texts else None
-            text = self._template(source, offered).render({
-                **self.tokenizer.special_tokens_map, "messages": turns, "tools": offered, "documents": None,
-                "add_generation_prompt": True,
+            text = template.render({
+                **parts.pop("variables"), **self.tokenizer.special_tokens_map, **parts,
+                "add_generation_prompt": options.add_generation_prompt and not end,
             })  # fmt: skip
         except Exception as error:  # templates raise on conversations they do not support
             raise InputError(f"messages: the model's chat template refuses them: {first_line(error):.300}") from error
-        return self._encode(self._with_videos(text, media), marks, specials=False)
+        return self._encode(self._with_videos(_until(end, text) if end else text, media), marks, specials=False)
 
     def _template(self, source: str | None, tools: object) -> ChatTemplate:
         """Return a chat template, compiled once. source: None for the tokenizer's own."""
@@ -161,17 +173,18 @@ class Tokens:
             self._templates[text] = ChatTemplate(text)
         return self._templates[text]
 
-    def raw(self, text: str, media: Marks = NO_MARKS) -> list[int]:
-        """Return the tokens of `text`, with the tokenizer's prefix tokens and without a template.
+    def raw(self, text: str, media: Marks = NO_MARKS, specials: bool = True) -> list[int]:
+        """Return the tokens of `text`, without a template.
 
-        media: characters that stand for pictures and videos in the text.
+        media:    characters that stand for pictures and videos in the text.
+        specials: True: with the tokenizer's prefix tokens.
         """
         self._check_text("prompt", text)
         [marked], marks = self._mark([text], self.video_token if media.video_texts else "")
         for mark, placeholder in ((media.image, self.image_token), (media.video, self.video_token)):
             if mark:
                 marked = marked.replace(mark, placeholder)
-        return self._encode(self._with_videos(marked, media), marks, specials=True)
+        return self._encode(self._with_videos(marked, media), marks, specials)
 
     def _with_videos(self, text: str, media: Marks) -> str:
         """Return a rendered text with the text of each video in place of its placeholder."""
@@ -234,12 +247,12 @@ class Tokens:
             return (lambda ids: backend.decode(ids, skip_special_tokens=False)) if control else backend.decode
         return lambda ids: self.tokenizer.decode(list(ids), skip_special_tokens=not control)
 
-    def _check_texts(self, texts: list[str], tools_at: int) -> None:
-        """Check the texts of a conversation, and from `tools_at` those of its tools."""
+    def _check_texts(self, texts: list[str], owners: Sequence[str]) -> None:
+        """Check the texts of a conversation. owners: the part of the request that each is from."""
         if sum(map(len, texts)) > self.chars_max:
             raise InputError(f"prompt: more than {self.chars_max} characters, which cannot fit the model's context")
-        for place, text in enumerate(texts):
-            self._check_text("messages" if place < tools_at else "tools", text)
+        for owner, text in zip(owners, texts, strict=True):
+            self._check_text(owner, text)
 
     def _check_text(self, where: str, text: object) -> None:
         if not isinstance(text, str):
@@ -352,6 +365,25 @@ def mapped(value: Any, change: Callable[[str], str], where: str = "messages") ->
         raise InputError(f"{where}: found a {type(value).__name__}, expected JSON", param=where)
 
     return visit(value, 0)
+
+
+def _mark_end(turns: list[dict[str, Any]]) -> str:
+    """Append a private-use character that no message has to the last one; return it."""
+    text = repr(turns)
+    end = next((chr(code) for code in reversed(_MARKS) if chr(code) not in text), "")
+    if not end:
+        raise InputError("messages: too many private characters to continue the last one", param="messages")
+    turns[-1]["content"] += end
+    return end
+
+
+def _until(end: str, text: str) -> str:
+    """Return a rendered text up to the end of the last message."""
+    before, found, _ = text.rpartition(end)
+    if not found:
+        message = "continue_final_message: the model's chat template leaves the last message out"
+        raise InputError(message, param="continue_final_message")
+    return before
 
 
 def _check_message(where: str, message: object) -> dict[str, Any]:

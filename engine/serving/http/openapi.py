@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.llm.template_options import TemplateOptions
 from weftline.engine.serving.openai.bodies import (
     SAMPLING_FIELDS,
+    TEMPLATE_FIELDS,
     ChatBody,
     CompletionBody,
     EmbeddingBody,
@@ -18,6 +20,7 @@ from weftline.engine.serving.openai.bodies import (
     SpeechBody,
     TranscriptionBody,
 )
+from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS
 
 _PARAMETERS = {
     "type": "object",
@@ -158,6 +161,10 @@ def _fields_of(of: type[OpenAiBody]) -> tuple[dict[str, Any], tuple[str, ...]]:
     if "given" in schema["properties"]:
         keys = _components(SamplingParams)["SamplingParams"]["properties"]
         properties |= {field: _unless_null(keys[key], ("default",)) for field, key in SAMPLING_FIELDS.items()}
+        options = _components(TemplateOptions)["TemplateOptions"]["properties"]
+        template = getattr(of, "template_fields", ())
+        properties |= {field: _unless_null(options[TEMPLATE_FIELDS[field]], ("default",)) for field in template}
+        properties |= {field: _ANY for field in CONSTRAINT_FIELDS if field not in properties}
         properties["stop"] = {"oneOf": [{"type": "string"}, properties["stop"]]}
     if of is TranscriptionBody:
         properties["file"] = {"type": "string", "format": "binary"}

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
 
 import numpy as np
-from starlette.datastructures import FormData
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -45,11 +44,11 @@ class Transcriptions(Endpoint):
     async def create(self, request: Request) -> ASGIApp:
         form = await form_of(request)
         texts = {name: text_field(form, name) for name in TRANSCRIPTION_FIELDS}
-        fields: dict[str, Any] = {name: value for name, value in texts.items() if value is not None}
+        fields: dict[str, Any] = {name: form.getlist(name) for name in form if name not in ("file", GRANULARITIES)}
+        fields |= {name: value for name, value in texts.items() if value is not None}
         body = TranscriptionBody.parse(fields | {GRANULARITIES: [str(one) for one in form.getlist(GRANULARITIES)]})
         ports = self._ports(self._context.authorised_info(request, body.model))
         recording = await file_field(form, "file")
-        _check_lists(form)
         ask = ask_for(request, body.model, self._inputs(body, ports, recording), _timed_outputs(body, ports))
         if body.streamed:
             return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
@@ -106,12 +105,6 @@ def _timed_outputs(body: TranscriptionBody, ports: TranscriptionPorts) -> list[s
         why = f"{body.response_format} needs times, and the model has no output `segments: json`"
         raise unsupported("response_format", why)
     return [name for name in (ports.output, ports.segments, ports.detected) if name is not None]
-
-
-def _check_lists(form: FormData) -> None:
-    for field in ("include[]", "chunking_strategy", "known_speaker_names[]"):
-        if form.getlist(field) not in ([], ["auto"]):
-            raise unsupported(field, "not supported by this server; leave it out")
 
 
 async def transcript_events(output: str, text: StreamedText) -> AsyncGenerator[bytes, None]:

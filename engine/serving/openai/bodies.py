@@ -1,23 +1,39 @@
 """Bodies of OpenAI requests, one Struct for each, and the sampling options that they set.
 
-Three kinds of fields, so that no answer silently differs from the one requested:
+No answer silently differs from the one requested: a field is
 
-- *supported*: checked here, or passed to the llm step's `sampling`, which checks them; a model without that input
-  refuses them unless the value is what would happen anyway;
-- *harmless*: billing, storage, caching, and every undocumented field; ignored;
-- *refused*: they would change the answer and are not implemented; the error names the field.
+- *mapped*: checked here, or passed to the inputs `sampling` and `template` of an llm step, which checks them; a model
+  without that input refuses them unless the value is what would happen anyway;
+- *without effect* or *refused*: both are listed in `fields.py`;
+- or unknown, and refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from msgspec import Meta, Struct
+from msgspec.structs import fields as fields_of
 
 from weftline.engine.llm.params import CONSTRAINTS, Answers, Logprobs, SamplingParams
 from weftline.engine.serving.http.errors import HttpError, unsupported
+from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS, constraint_of
+from weftline.engine.serving.openai.fields import (
+    AUDIO_WITHOUT_EFFECT,
+    CHAT_REFUSED,
+    COMPLETION_REFUSED,
+    EMBEDDING_REFUSED,
+    GENERATION_WITHOUT_EFFECT,
+    POOLING_WITHOUT_EFFECT,
+    RERANK_REFUSED,
+    TRANSCRIPTION_REFUSED,
+    Refusals,
+    why_refused,
+)
 from weftline.errors import InputError
 from weftline.fields import worded
 from weftline.nodes.field_checks import field_names, read_fields
@@ -25,6 +41,9 @@ from weftline.nodes.urgency import PRIORITY_MAX
 
 RENAMED = {"max_tokens": "tokens_max", "max_completion_tokens": "tokens_max", "min_tokens": "tokens_min"}
 """Fields that are keys of `sampling` under another name."""
+
+WRONG_FIELDS_MAX, FIELD_CHARS_MAX = 8, 60
+"""Most fields that the error of unknown fields lists, and characters of each."""
 
 _APART = {*CONSTRAINTS, *RENAMED.values(), "echo", "logprobs", "prompt_logprobs"}
 """Keys of `sampling` that no field has under the same name and in the same form."""
@@ -43,31 +62,24 @@ NO_CHANGE: dict[str, tuple[Any, ...]] = {
 }
 """Values of `sampling` that change nothing, and are accepted for a model without sampling options."""
 
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "suffix": ("",),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "prompt_logprobs": (),
-    "moderation": (),
+TEMPLATE_FIELDS: Mapping[str, str] = {
+    "chat_template_kwargs": "variables",
+    "reasoning_effort": "reasoning_effort",
+    "documents": "documents",
+    "add_generation_prompt": "add_generation_prompt",
+    "continue_final_message": "continue_final_message",
+    "add_special_tokens": "add_special_tokens",
 }
-"""Fields that would change the answer, with the values that would not."""
+"""Fields with the value of a key of `template`."""
 
-RERANK_REFUSED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    (
-        *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
-        *("activation", "use_activation", "softmax", "instruction"),
-    ),
-    (),
-)
-"""Fields of /v1/rerank that would change the scores."""
+TEMPLATE_NO_CHANGE: dict[str, tuple[Any, ...]] = {
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (True,),
+}
+"""Values of TEMPLATE_FIELDS that change nothing."""
 
 
 def _object_of(**required: Any) -> dict[str, Any]:
@@ -81,7 +93,7 @@ _MESSAGE = _object_of(
     content={"oneOf": [{"type": "string"}, _PARTS]},
 )
 MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}
-"""Published schemas of fields that are read elsewhere: `constraint_of`, `messages.py`."""
+"""Published schemas of fields that are read elsewhere: `constraints.py`, `messages.py`."""
 
 
 Flag = bool | None
@@ -95,12 +107,14 @@ Documents = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _DO
 class OpenAiBody(Struct, frozen=True, kw_only=True):
     """Fields of every body; null is an absent value.
 
-    texts:   names of the fields with texts.
-    refused: fields that are refused, with the values that change nothing.
+    texts:          names of the fields with texts.
+    refused:        fields that are refused, with the values that change nothing.
+    without_effect: fields that change no answer, with the reason.
     """
 
     texts: ClassVar[tuple[str, ...]] = ()
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[Refusals] = {}
+    without_effect: ClassVar[Mapping[str, str]] = {}
 
     model: Annotated[str, worded("the name of a model, as the list of models has it", min_length=1)]
     priority: (
@@ -113,8 +127,8 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
 
         texts_max: most texts of a `prompt`, `input` or `documents`.
         """
-        if not cls.refused.keys().isdisjoint(fields):
-            cls._refuse(fields)
+        if not cls.mapped().keys() >= fields.keys():
+            cls._check_other(fields)
         try:
             return read_fields(cls, fields, **cls._derived(fields, texts_max))
         except HttpError:
@@ -123,11 +137,26 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
             raise HttpError(str(error), param=error.param) from None
 
     @classmethod
-    def _refuse(cls, fields: Mapping[str, Any]) -> None:
+    @cache
+    def mapped(cls) -> Mapping[str, str]:
+        """Return the fields that have an effect, and the input of the model that each becomes; '' for other effects."""
+        return dict.fromkeys((one.encode_name for one in fields_of(cls) if one.name != "given"), "")
+
+    @classmethod
+    def _check_other(cls, fields: Mapping[str, Any]) -> None:
+        """Refuse fields that have no effect here and would change the answer, and those that are unknown."""
+        mapped, wrong = cls.mapped(), dict[str, str]()
         for field, value in fields.items():
-            harmless = (None, *cls.refused.get(field, (value,)))
-            if not any(_same(value, one) for one in harmless):
-                raise unsupported(field, "not supported by this server; leave it out")
+            name = field.removesuffix("[]")
+            if value is None or field in mapped or name in cls.without_effect or len(wrong) == WRONG_FIELDS_MAX:
+                continue
+            if name not in cls.refused:
+                known = [*mapped, *cls.refused, *cls.without_effect]
+                wrong[field[:FIELD_CHARS_MAX]] = unknown_field(field[:FIELD_CHARS_MAX], known)
+            elif not any(_same(value, one) for one in cls.refused[name]):
+                wrong[field] = why_refused(name)
+        if wrong:
+            raise HttpError("; ".join(f"{field}: {why}" for field, why in wrong.items()), param=next(iter(wrong)))
 
     @classmethod
     def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
@@ -152,25 +181,42 @@ def _texts(field: str, value: Any, texts_max: int | None) -> list[str]:
 
 
 class StreamOptions(Struct, frozen=True):
-    """Options of a streamed answer."""
+    """Options of a streamed answer. include_obfuscation, of OpenAI, is ignored: it changes no text."""
 
     include_usage: Flag = None
+    continuous_usage_stats: Annotated[Literal[False], worded("false: usage comes at the end")] | None = None
 
 
 class GenerationBody(OpenAiBody, frozen=True, kw_only=True):
-    """Fields of chat and completion requests. given: those of SAMPLING_FIELDS that the request has."""
+    """Fields of chat and completion requests.
 
-    refused = REFUSED
+    given: those of SAMPLING_FIELDS, CONSTRAINT_FIELDS and `template_fields` that the request has.
+    template_fields: those of TEMPLATE_FIELDS that the route has.
+    template_base:   keys of `template` that the route sets, where the model has that input.
+    """
+
+    without_effect = GENERATION_WITHOUT_EFFECT
+    template_fields: ClassVar[tuple[str, ...]] = ()
+    template_base: ClassVar[Mapping[str, Any]] = {}
 
     stream: Flag = None
     stream_options: StreamOptions | None = None
     n: Answers = 1
     response_format: Annotated[Any, Meta(extra_json_schema=RESPONSE_FORMAT)] = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     given: dict[str, Any]
 
     @classmethod
+    @cache
+    def mapped(cls) -> Mapping[str, str]:
+        sampling = {**SAMPLING_FIELDS, **CONSTRAINT_FIELDS}
+        template = {field: f"template.{TEMPLATE_FIELDS[field]}" for field in cls.template_fields}
+        return {**super().mapped(), **{field: f"sampling.{key}" for field, key in sampling.items()}, **template}
+
+    @classmethod
     def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
-        given = {field: one for field, one in fields.items() if field in SAMPLING_FIELDS and one is not None}
+        kept = {*SAMPLING_FIELDS, *CONSTRAINT_FIELDS, *cls.template_fields}
+        given = {field: one for field, one in fields.items() if field in kept and one is not None}
         return super()._derived(fields, texts_max) | {"given": given}
 
     @property
@@ -190,19 +236,35 @@ class GenerationBody(OpenAiBody, frozen=True, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """Return the options for the llm step's `sampling`."""
-        options = {SAMPLING_FIELDS[field]: one for field, one in self.given.items()}
+        options = {SAMPLING_FIELDS[field]: one for field, one in self.given.items() if field in SAMPLING_FIELDS}
         if "max_completion_tokens" in self.given:
             options["tokens_max"] = self.given["max_completion_tokens"]
         if isinstance(options.get("stop"), str):
             options["stop"] = [options["stop"]]
         if self.top_logprobs_count is not None:
             options["logprobs"] = self.top_logprobs_count
-        return options if self.response_format is None else options | constraint_of(self.response_format)
+        if options.get("top_k") == -1 and type(options["top_k"]) is int:  # off, as in vLLM and SGLang
+            options["top_k"] = 0
+        return options | constraint_of(self.given)[1]
+
+    def template(self) -> dict[str, Any]:
+        """Return the keys of the llm step's `template` that the request changes."""
+        given = {field: self.given[field] for field in self.template_fields if field in self.given}
+        if given.get("continue_final_message") and given.get("add_generation_prompt"):
+            message = "continue_final_message: excludes add_generation_prompt"
+            raise HttpError(message, param="continue_final_message")
+        return {
+            TEMPLATE_FIELDS[field]: one
+            for field, one in given.items()
+            if not any(_same(one, harmless) for harmless in TEMPLATE_NO_CHANGE.get(field, ()))
+        }
 
     def field_of(self, key: str) -> str:
-        """Return the field that set a key of `sampling`; any other name unchanged."""
-        if key in ("json_schema", "json_object"):
-            return "response_format"
+        """Return the field that set a key of `sampling` or `template`; any other name unchanged."""
+        if key in CONSTRAINTS:
+            return constraint_of(self.given)[0] or key
+        if key == "variables":
+            return "chat_template_kwargs"
         fields = [field for field, renamed in RENAMED.items() if renamed == key] or [key]
         return next((field for field in reversed(fields) if field in self.given), fields[0])
 
@@ -227,6 +289,9 @@ class GenerationBody(OpenAiBody, frozen=True, kw_only=True):
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Body of /v1/chat/completions. `messages.py` reads the messages, `tools.py` the tools."""
+
+    refused = CHAT_REFUSED
+    template_fields = tuple(field for field in TEMPLATE_FIELDS if field != "add_special_tokens")
 
     messages: Annotated[Any, worded("a list of messages", extra_json_schema=MESSAGES)]
     tools: Annotated[Any, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})] = None
@@ -255,6 +320,9 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """Body of /v1/completions."""
 
     texts = ("prompt",)
+    refused = COMPLETION_REFUSED
+    template_fields = ("add_special_tokens",)
+    template_base: ClassVar[Mapping[str, Any]] = {"apply": False}
 
     prompt: Texts
     echo: Flag = None
@@ -342,6 +410,8 @@ class EmbeddingBody(TruncatingBody, frozen=True, kw_only=True):
     """Body of /v1/embeddings."""
 
     texts = ("input",)
+    refused = EMBEDDING_REFUSED
+    without_effect = POOLING_WITHOUT_EFFECT
 
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
@@ -359,6 +429,7 @@ class RerankBody(TruncatingBody, frozen=True, kw_only=True):
 
     texts = ("documents",)
     refused = RERANK_REFUSED
+    without_effect = POOLING_WITHOUT_EFFECT
 
     query: str
     documents: Documents
@@ -368,6 +439,8 @@ class RerankBody(TruncatingBody, frozen=True, kw_only=True):
 
 class SpeechBody(OpenAiBody, frozen=True, kw_only=True):
     """Body of /v1/audio/speech. Its `voice` counts where the model has an input `voice`."""
+
+    without_effect = AUDIO_WITHOUT_EFFECT
 
     input: Annotated[str, Meta(min_length=1, max_length=4096)]
     voice: str | None = None
@@ -383,6 +456,9 @@ GRANULARITIES = "timestamp_granularities[]"
 
 class TranscriptionBody(OpenAiBody, frozen=True, kw_only=True, rename={"granularities": GRANULARITIES}):
     """Form of /v1/audio/transcriptions and /v1/audio/translations, besides its file."""
+
+    refused = TRANSCRIPTION_REFUSED
+    without_effect = AUDIO_WITHOUT_EFFECT
 
     language: str | None = None
     prompt: str | None = None
@@ -419,22 +495,10 @@ def answers_output(body: GenerationBody, output: str | None) -> str | None:
     return output
 
 
-def constraint_of(format: Any) -> dict[str, Any]:
-    """Return the sampling option of a `response_format`; {} for plain text."""
-    kind = format.get("type") if isinstance(format, dict) else None
-    if format is None or kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind != "json_schema":
-        expected = "expected text, json_object or json_schema"
-        raise HttpError(f"response_format.type: {expected}", param="response_format")
-    inner = format.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        expected = "expected an object, a JSON schema"
-        raise HttpError(f"response_format.json_schema.schema: {expected}", param="response_format")
-    return {"json_schema": schema}
+def unknown_field(field: str, known: Sequence[str]) -> str:
+    """Return the problem of an unknown field, with the nearest known one."""
+    near = difflib.get_close_matches(field, known, n=1)
+    return "unknown field; " + (f"did you mean {near[0]}?" if near else "leave it out")
 
 
 def _same(one: Any, other: Any) -> bool:

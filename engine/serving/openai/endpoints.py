@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import hashlib
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -95,10 +96,30 @@ class Endpoint:
         return StreamedText(outputs, *await self._context.begin(request, ask))
 
 
-def tenant_of(request: Request, ports: AnswerPorts | RerankPorts) -> dict[str, str]:
-    """Return the input that separates the prompt caches of callers, so that timing reveals no prompt of another."""
+def tenant_of(request: Request, ports: AnswerPorts | RerankPorts, salt: str | None = None) -> dict[str, str]:
+    """Return the input that separates the prompt caches of callers, so that timing reveals no prompt of another.
+
+    salt: separates those of one caller; HttpError where the model has no such input.
+    """
     name = caller_of(request).name
+    if salt is not None:
+        if ports.tenant is None:
+            raise unsupported("cache_salt", "the model has no input `tenant: text`; leave it out, or add one")
+        name = hashlib.sha256(f"{len(name)}:{name}:{salt}".encode("utf-8", "replace")).hexdigest()
     return {ports.tenant: name} if ports.tenant is not None and name else {}
+
+
+def template_of(body: GenerationBody, ports: AnswerPorts) -> dict[str, Any]:
+    """Return the input with the options of the chat template; HttpError where the model has none."""
+    options = body.template()
+    if ports.template is not None:
+        options = {**body.template_base, **options}
+        return {ports.template: options} if options else {}
+    options = {key: one for key, one in options.items() if (key, one) != ("reasoning_effort", "none")}
+    for key in options:
+        why = f"model {body.model} has no input `template: json`; leave it out, or add one and wire it to the llm step"
+        raise unsupported(body.field_of(key), why)
+    return {}
 
 
 def overflow_of(body: TruncatingBody, ports: TextPorts | RerankPorts) -> dict[str, Any]:
@@ -154,7 +175,7 @@ class GenerationEndpoint(Endpoint, ABC):
             body.check_no_sampling(sampling)
         elif sampling:
             common[ports.sampling] = sampling
-        common |= tenant_of(request, ports)
+        common |= template_of(body, ports) | tenant_of(request, ports, body.cache_salt)
         answers = answers_output(body, ports.answers)
         if body.has_tools and ports.tool_calls is None:
             answers = ports.answers  # which have the calls too

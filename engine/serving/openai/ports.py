@@ -9,11 +9,11 @@
     speech         a text input and an audio output; inputs `speed` (json) and `voice` (text) are optional
 
 The text input is `prompt`, or the only one. The text output is `text`, or `answer`, or the only one; for transcription
-`transcript` counts too. Inputs called `sampling`, `tools`, `tool_choice`, `parallel_tool_calls` (json), `tenant`,
-`adapter`, `language`, `voice` and, where it is optional, `task` (text), and an output `reasoning` (text) have their own
-meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared. Every other
-input must be one that may be left out. Where a model with `messages` has no input for pictures besides an optional list
-`images`, as an llm step has, pictures stay in the messages.
+`transcript` counts too. Inputs called `sampling`, `template`, `tools`, `tool_choice`, `parallel_tool_calls` (json),
+`tenant`, `adapter`, `language`, `voice` and, where it is optional, `task` (text), and an output `reasoning` (text) have
+their own meaning; images and audio of a conversation go to the image and audio inputs in the order they are declared.
+Every other input must be one that may be left out. Where a model with `messages` has no input for pictures besides an
+optional list `images`, as an llm step has, pictures stay in the messages.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ OWN_MEANING = ("adapter", "tenant", "language", "voice")
 TOOL_INPUTS = ("tools", "tool_choice", "parallel_tool_calls")
 """Inputs with the values of the fields of that name."""
 
+COMMON_INPUTS = ("sampling", "template", "tenant")
+"""Inputs that do not depend on the form of the prompt."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPorts:
@@ -42,6 +45,7 @@ class AnswerPorts:
     answers: str | None
     tool_calls: str | None = None
     reasoning: str | None = None
+    template: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +119,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
     messages, prompt = _input(info, "messages", "json"), _text_input(info)
     if messages is None and prompt is None and not audio:
         raise _cannot(info, task, "it has no input `messages` (json), and no text or audio input instead")
-    fed = {one.name for one in images + audio} | {messages, prompt, "sampling", "tenant", *TOOL_INPUTS}
+    fed = {one.name for one in images + audio} | {messages, prompt, *COMMON_INPUTS, *TOOL_INPUTS}
     _check_rest(info, task, fed)
     stay = messages is not None and all(one.name == "images" and one.optional for one in images)
     return ChatPorts(
@@ -128,6 +132,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         messages=messages,
         prompt=prompt,
         reasoning=_output(info, "reasoning", "text"),
+        template=_input(info, "template", "json"),
         tools=_input(info, "tools", "json"),
         tool_choice=_input(info, "tool_choice", "json"),
         parallel_tool_calls=_input(info, "parallel_tool_calls", "json"),
@@ -209,7 +214,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
     prompt = _text_input(info)
     if prompt is None:
         raise _cannot(info, task, "it has no text input `prompt`, and no other that is its only one")
-    _check_rest(info, task, {prompt, "sampling", "tenant", "overflow"})
+    _check_rest(info, task, {prompt, *COMMON_INPUTS, "overflow"})
     return TextPorts(
         output=output,
         sampling=_input(info, "sampling", "json"),
@@ -217,6 +222,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
         usage=_output(info, "usage", "json"),
         answers=_output(info, "answers", "json"),
         prompt=prompt,
+        template=_input(info, "template", "json"),
         overflow=_input(info, "overflow", "json"),
     )
 

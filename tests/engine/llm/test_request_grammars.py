@@ -134,7 +134,7 @@ def test_shrinking_memory_leaves_room_while_a_grammar_compiles(engine):
         ({"regex": "(a"}, "regex"),
         ({"json_schema": {"type": "colour"}}, "json_schema"),
         ({"grammar": "start: nothing"}, "grammar"),
-        ({"grammar": 'root ::= "a"'}, "sampling.grammar: found '::='"),
+        ({"grammar": "root ::= a"}, "sampling.grammar: Rule 'a' not found"),
     ],
 )
 def test_a_bad_form_fails_its_request_and_the_others_go_on(engine, bad, named):

@@ -75,6 +75,14 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "weftline-grammars"]
 
 
+def test_a_grammar_of_gbnf_is_that_of_lark(compiler: GrammarCompiler) -> None:
+    gbnf = compiler.submit(Constraint("grammar", 'root ::= "yes" | number\nnumber ::= [0-9]+ # digits\n'))
+    assert gbnf.wait(WAIT_S)
+    for text, fits in (("yes", True), ("42", True), ("no", False)):
+        matcher = gbnf.result().matcher()
+        assert all(matcher.accept(token) for token in WORDS.encode(text, add_special_tokens=False)) == fits
+
+
 def test_nothing_is_started_before_the_first_constraint() -> None:
     before = len(threads())
     trials = TrialProcess()
@@ -308,7 +316,10 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: %json {"$ref": "#"}'}, "no text satisfies it"),
     ({"grammar": "start: %json " + json.dumps(deep(100))}, "any"),
     ({"grammar": '{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'}, "expecting rule"),
-    ({"grammar": 'root ::= "a"'}, "expected Lark"),
+    ({"grammar": 'root ::= "a"'}, ""),
+    ({"grammar": "root ::= other"}, "Rule 'other' not found"),
+    ({"grammar": "root ::= " + "(" * 30_000}, "any"),
+    ({"grammar": 'root ::= ("a"{1,9}){1,99999}'}, "any"),
     ({"grammar": "%import common.NUMBER\nstart: NUMBER"}, ""),
     ({"grammar": '%import "/etc/passwd"\nstart: "a"'}, "any"),
     ({"grammar": 'start: part "b"\npart[stop="x"]: /.*/\n'}, "leave out max_tokens and stop"),

@@ -43,4 +43,4 @@ def test_required_fields_and_forms_are_published() -> None:
 def test_every_reference_has_its_component() -> None:
     found = document()
     assert schema_of("/v1/completions")["properties"]["stream_options"]["$ref"] == "#/components/schemas/StreamOptions"
-    assert found["components"]["schemas"]["StreamOptions"]["properties"].keys() == {"include_usage"}
+    assert found["components"]["schemas"]["StreamOptions"]["properties"].keys() >= {"include_usage"}

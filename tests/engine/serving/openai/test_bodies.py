@@ -28,7 +28,7 @@ def chat(fields: dict[str, Any]) -> ChatBody:
             {"json_schema": {"type": "object"}},
         ),
         ({"temperature": None, "stop": None}, {}),
-        ({"user": "me", "store": True, "metadata": {}, "service_tier": "auto", "no_such_field": 1}, {}),
+        ({"user": "me", "store": True, "metadata": {}, "service_tier": "auto"}, {}),
     ],
 )
 def test_fields_become_sampling_options_that_the_llm_step_takes(body: dict[str, Any], sampling: dict[str, Any]) -> None:
@@ -52,7 +52,8 @@ def test_a_response_format_that_is_none_is_refused_by_name(format: Any) -> None:
         ("audio", {"voice": "x"}),
         ("best_of", 3),
         ("suffix", "x"),
-        ("reasoning_effort", "high"),
+        ("temperatur", 1),
+        ("include_reasoning", False),
         ("chat_template", "{{ x }}"),
         ("modalities", ["audio"]),
     ],

@@ -20,6 +20,7 @@ inputs:
   messages: {{type: json, optional: true}}
   tools: {{type: json, optional: true}}
   sampling: {{type: json, optional: true}}
+  template: {{type: json, optional: true}}
   tenant: {{type: text, optional: true}}
 steps:
   answer:
@@ -28,7 +29,7 @@ steps:
     fuse: false
     kv_bytes: 16777216
     sampling: {{tokens_max: 24}}
-    inputs: {{prompt: prompt, messages: messages, tools: tools, sampling: sampling, tenant: tenant}}
+    inputs: {{prompt: prompt, messages: messages, tools: tools, sampling: sampling, template: template, tenant: tenant}}
 outputs: {{text: answer.text, usage: answer.usage, answers: answer.answers}}
 """
 ASKED: Any = [
@@ -100,6 +101,79 @@ def test_stop_ends_the_answer_before_the_word(client: openai.OpenAI) -> None:
     word = text.split()[1]
     cut = client.completions.create(model="chat", prompt="hello", temperature=0, stop=[word]).choices[0]
     assert (cut.text, cut.finish_reason) == (text[: text.index(word)], "stop")
+
+
+JSON = {
+    "type": "object",
+    "properties": {"count": {"enum": [7, 11]}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"structured_outputs": {"choice": ["zebra", "gnu"]}},
+        {"structured_outputs": {"regex": "zebra|gnu"}},
+        {"structured_outputs": {"grammar": 'start: "zebra" | "gnu"'}},
+        {"guided_choice": ["zebra", "gnu"]},
+        {"guided_regex": "zebra|gnu"},
+        {"guided_grammar": 'root ::= "zebra" | "gnu"'},
+        {"regex": "zebra|gnu"},
+        {"ebnf": 'root ::= animal\nanimal ::= "zebra" | "gnu"'},
+        {"response_format": {"type": "regex", "regex": "zebra|gnu"}},
+        {"structured_outputs": {"json": JSON}},
+        {"guided_json": JSON},
+        {"guided_json": msgspec.json.encode(JSON).decode()},
+        {"response_format": {"type": "json_object", "schema": JSON}},
+    ],
+    ids=lambda body: f"{next(iter(body))}",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_constraint_of_any_client_holds(client: openai.OpenAI, body: dict[str, Any], stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "chat", "extra_body": body, "stream": stream, "max_tokens": 60}
+    answers = [client.chat.completions.create(messages=ASKED, **asked), client.completions.create(prompt="hi", **asked)]
+    if stream:
+        chat = "".join(one.choices[0].delta.content or "" for one in answers[0])
+        text = "".join(one.choices[0].text for one in answers[1])
+    else:
+        chat, text = answers[0].choices[0].message.content, answers[1].choices[0].text
+    for found in (chat, text):
+        assert found in ("zebra", "gnu") or msgspec.json.decode(found)["count"] in (7, 11)
+
+
+def test_an_answer_goes_on_from_the_last_message(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="chat", messages=ASKED).choices[0].message.content or ""
+    first = whole.split()[0]
+    begun: Any = [*ASKED, {"role": "assistant", "content": first}]
+    more = client.chat.completions.create(model="chat", messages=begun, extra_body={"continue_final_message": True})
+    assert first + (more.choices[0].message.content or "") == whole
+
+
+def test_a_prompt_is_completed_without_the_chat_template(client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="chat", prompt="There are 2 red", max_tokens=1)
+    asked = client.chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": "There are 2 red"}], max_tokens=1
+    )
+    assert plain.usage is not None and asked.usage is not None
+    assert plain.usage.prompt_tokens < asked.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"reasoning_effort": "high"},
+        {"chat_template_kwargs": {"messages": []}},
+        {"guided_regex": "("},
+        {"structured_outputs": {"grammar": "start: nothing"}},
+        {"ebnf": "root ::= nothing"},
+    ],
+)
+def test_a_field_that_the_template_or_grammar_refuses_is_named(client: openai.OpenAI, body: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="chat", messages=ASKED, extra_body=body)
+    assert refused.value.param == next(iter(body))
 
 
 def schema(value: dict[str, Any]) -> dict[str, Any]:

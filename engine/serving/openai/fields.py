@@ -1,0 +1,154 @@
+"""Fields of requests that this server refuses, or that have no effect on an answer.
+
+Together with the fields of the bodies (`bodies.py`), which are mapped, this is every field of the request models of
+OpenAI, vLLM and SGLang: a test compares the three. A field in neither is unknown, and refused with the nearest known
+one. `openai-fields.md` of the reference is written from both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Refusals = Mapping[str, tuple[Any, ...]]
+"""Refused fields, with the values that would change nothing; those and null are accepted."""
+
+_OFF = (False,)
+
+OF_REFUSAL = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "chat_template": "a request cannot bring a program; the template is the model's",
+    "custom_logit_processor": "a request cannot bring a program",
+    "lora_path": "use the name of a pipeline whose step has the adapter",
+    "include_stop_str_in_output": "the stop string is never part of the answer",
+    "no_stop_trim": "the stop string is never part of the answer",
+    "truncate_prompt_tokens": "a prompt is never cut; shorten it",
+    "dimensions": "the step sets the length of the vectors",
+    "best_of": "use n",
+    "prompt_logprobs": "use echo and logprobs of /v1/completions",
+    "echo": "use /v1/completions",
+}
+"""Reasons of refusals, or their replacement; others are not supported."""
+
+_ENGINE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_beam_search", "watermarking", "include_stop_str_in_output", "no_stop_trim"), _OFF),
+    **dict.fromkeys(("return_hidden_states", "return_routed_experts", "return_cached_tokens_details"), _OFF),
+    **dict.fromkeys(("return_token_ids", "return_prompt_token_ids", "return_tokens_as_token_ids"), _OFF),
+    **dict.fromkeys(("return_meta_info", "return_token_offsets", "return_prompt_text"), _OFF),
+    **dict.fromkeys(("custom_params", "images_config", "session_params", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), ({},)),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), ({},)),
+    **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room"), ()),
+    **dict.fromkeys(("custom_logit_processor", "lora_path", "logprob_token_ids", "extra_key"), ()),
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([], ""),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+}
+"""Fields of vLLM and SGLang for answers of both generating routes."""
+
+CHAT_REFUSED: Refusals = _ENGINE | {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "chat_template": (),
+    "add_special_tokens": _OFF,
+    "echo": _OFF,
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "input_ids": (),
+    "task": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
+    "use_audio_in_video": _OFF,
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+COMPLETION_REFUSED: Refusals = _ENGINE | {"suffix": ("",), "best_of": (1,), "prompt_embeds": ()}
+
+_POOLING: dict[str, tuple[Any, ...]] = {
+    "use_activation": (),
+    "mm_processor_kwargs": ({},),
+    "padding": ("do_not_pad",),
+    "cache_salt": (),
+    "lora_path": (),
+}
+
+EMBEDDING_REFUSED: Refusals = _POOLING | {
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "normalize": (),
+    "messages": (),
+    "add_generation_prompt": _OFF,
+    "continue_final_message": _OFF,
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "embed_override_token_id": (),
+    "embed_overrides": (),
+}
+
+RERANK_REFUSED: Refusals = _POOLING | dict.fromkeys(
+    (
+        *("max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"),
+        *("activation", "softmax", "instruction", "instruct"),
+    ),
+    (),
+)
+"""Fields that would change the scores."""
+
+TRANSCRIPTION_REFUSED: Refusals = {
+    **dict.fromkeys(("include", "keywords", "languages"), ([],)),
+    **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ([],)),
+    "chunking_strategy": ("auto", ["auto"]),
+}
+
+_IDENTITY = {
+    "user": "a name for the provider's own use",
+    "metadata": "kept with a stored answer; nothing is stored",
+    "request_id": "send the header x-request-id",
+    "rid": "send the header x-request-id",
+}
+
+GENERATION_WITHOUT_EFFECT = _IDENTITY | {
+    "store": "nothing is stored",
+    "service_tier": "there is one tier; use priority",
+    "prompt_cache_key": "every prompt is cached",
+    "prompt_cache_options": "every prompt is cached",
+    "prompt_cache_retention": "every prompt is cached",
+    "safety_identifier": "a name for the provider's own use",
+    "prediction": "a hint for speed",
+    "session_id": "a hint for routing among servers",
+    "stream_interval": "a hint for the size of chunks",
+    "truncation_side": "only with truncate_prompt_tokens, which is refused",
+    "routed_experts_prompt_start": "only with return_routed_experts, which is refused",
+    "routed_experts_start_len": "only with return_routed_experts, which is refused",
+    "return_mm_kwargs": "of vLLM's render routes",
+    "guided_decoding_backend": "there is one engine for constraints",
+    "ngram_corpus_id": "a hint for speed",
+    "routed_dp_rank": "a hint for routing among servers",
+    "disagg_prefill_dp_rank": "a hint for routing among servers",
+    "data_parallel_rank": "a hint for routing among servers",
+    "custom_labels": "labels of SGLang's metrics",
+}
+
+POOLING_WITHOUT_EFFECT = _IDENTITY
+AUDIO_WITHOUT_EFFECT = {"user": _IDENTITY["user"]}
+
+
+def why_refused(field: str) -> str:
+    """Return the reason that a refusal states."""
+    return OF_REFUSAL.get(field, "not supported by this server") + "; leave it out"

@@ -1,0 +1,69 @@
+"""Generator of the reference page of OpenAI's fields: `python -m weftline.engine.serving.openai.reference`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weftline.engine.serving.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    OpenAiBody,
+    RerankBody,
+    SpeechBody,
+    TranscriptionBody,
+)
+from weftline.engine.serving.openai.fields import why_refused
+
+PAGE = Path("docs/reference/openai-fields.md")
+COMMAND = "python -m weftline.engine.serving.openai.reference"
+
+_INTRO = f"""\
+# Fields of OpenAI's routes
+
+<!-- Written by `{COMMAND}`; do not edit by hand. -->
+
+Every field of the requests of OpenAI, vLLM and SGLang, and its effect here. `sampling.KEY` and `template.KEY` are keys
+of the inputs of that name of an [llm step](nodes.md#llm); a field that is *read* has the meaning that
+[the guide](../guides/openai.md) states. A field that is refused, or unknown, gets status 400 with its name in `param`,
+unless its value is one of those that would change nothing. null is the same as leaving a field out.
+"""
+_ROUTES: tuple[tuple[str, type[OpenAiBody]], ...] = (
+    ("`/v1/chat/completions`", ChatBody),
+    ("`/v1/completions`", CompletionBody),
+    ("`/v1/embeddings`", EmbeddingBody),
+    ("`/v1/rerank`", RerankBody),
+    ("`/v1/audio/speech`", SpeechBody),
+    ("`/v1/audio/transcriptions`, `/v1/audio/translations`", TranscriptionBody),
+)
+
+
+def fields_reference() -> str:
+    """Return the page, in Markdown."""
+    parts = [_INTRO]
+    for title, body in _ROUTES:
+        rows = [f"| `{field}` | {effect} |" for field, effect in sorted(effects_of(body).items())]
+        parts.append("\n".join([f"## {title}\n", "| field | effect |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def effects_of(body: type[OpenAiBody]) -> dict[str, str]:
+    """Return the effect of every field of a body, as the page states it."""
+    mapped = {field: f"`{key}`" if key else "read" for field, key in body.mapped().items()}
+    refused = {field: _refusal(field, harmless) for field, harmless in body.refused.items()}
+    return mapped | refused | {field: f"none: {why}" for field, why in body.without_effect.items()}
+
+
+def _refusal(field: str, harmless: tuple[Any, ...]) -> str:
+    why = why_refused(field).removesuffix("; leave it out")
+    shown = " or ".join(f"`{_shown(one)}`" for one in harmless)
+    return f"refused, but for {shown}: {why}" if shown else f"refused: {why}"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fields_reference())
