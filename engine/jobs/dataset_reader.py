@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from weftline.engine.jobs.rows import JSON_CELL, RowError, Unusable
 from weftline.engine.jobs.sources.formats import alternatives
 from weftline.engine.jobs.sources.source import need, open_loader, open_source
 from weftline.engine.jobs.spec import DataSpec
-from weftline.errors import InputError
+from weftline.errors import InputError, first_line
 from weftline.nodes.json_value import NotJson, to_json
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.problems import did_you_mean, listed
@@ -143,11 +144,30 @@ def streamed(dataset: Any) -> Iterator[pa.Table]:
     """Yield a table, or the batches of an Arrow stream; categories as their values."""
     import pyarrow as pa
 
+    from weftline.engine.jobs.sources.reader import check_names
+
     if isinstance(dataset, pa.Table):
+        check_names(dataset.schema, "data set")
         yield _without_categories(dataset)
-    else:
+        return
+    with _as_arrow(dataset):
         for batch in pa.RecordBatchReader.from_stream(dataset):
+            check_names(batch.schema, "data set")
             yield _without_categories(pa.Table.from_batches([batch]))
+
+
+@contextmanager
+def _as_arrow(dataset: Any) -> Iterator[None]:
+    """Raise InputError for a data frame or stream with values that Arrow has no types for."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"data set: found {type(dataset).__name__}, which is no Arrow table: {first_line(error):.300}\n"
+            "    fix: pass the columns that the pipeline needs, with types of Arrow"
+        ) from None
 
 
 def _without_categories(table: pa.Table) -> pa.Table:
@@ -167,18 +187,20 @@ def object_cells(frame: Any) -> tuple[pa.Table, pa.Schema] | None:
 
     Arrow has one type for a column, so that objects would get each other's keys.
     """
-    if type(frame).__module__.partition(".")[0] != "pandas" or not frame.columns.is_unique:
+    columns = frame.columns if type(frame).__module__.partition(".")[0] == "pandas" and frame.ndim == 2 else None
+    if columns is None or not columns.is_unique:
         return None
     import pyarrow as pa
 
     from weftline.engine.jobs.sources.cells import cell_field, learned_json
 
-    found = {name: cells for name in frame.columns if (cells := _json_cells(frame[name])) is not None}
+    found = {name: cells for name in columns if (cells := _json_cells(frame[name])) is not None}
     if not found:
         return None
-    table = pa.RecordBatchReader.from_stream(frame.drop(columns=list(found))).read_all()
+    with _as_arrow(frame):
+        table = pa.RecordBatchReader.from_stream(frame.drop(columns=list(found))).read_all()
     fields = list(table.schema)
-    for place, name in enumerate(frame.columns):
+    for place, name in enumerate(columns):
         if name in found:
             texts, values = found[name]
             table = table.add_column(place, cell_field(str(name), pa.string(), JSON_CELL), pa.array(texts, pa.string()))

@@ -31,8 +31,8 @@ def misfit(field: pa.Field, port: PortType) -> str:
     if _may_fit(field, port):
         return ""
     type = storage(field.type)
-    if pa.types.is_null(type) or port.kind == "any":
-        return ""
+    if (why := _for_any(field.type)) or pa.types.is_null(type) or port.kind == "any":
+        return why
     if port.kind == "list":
         if not is_list(type):
             return f"a column of {type} is no list"
@@ -42,7 +42,7 @@ def misfit(field: pa.Field, port: PortType) -> str:
     if port.kind in MEDIA:
         return _for_media(type, port.kind)
     if port.kind == "json":
-        return _for_json(type)
+        return _for_json(field.type)
     if port.kind == "tensor":
         return _for_tensor(pa.float64() if may_hold_numbers(field) else field.type, port)
     return f"{port.kind} cannot come from a column"
@@ -99,18 +99,31 @@ def _for_media(type: pa.DataType, kind: str) -> str:
     return f"a column of {type} is no {kind}; expected bytes, file names, or a struct of bytes and path"
 
 
+def _for_any(type: pa.DataType) -> str:
+    """Refuse an extension type that stores numbers with a meaning of their own, such as periods of pandas."""
+    counts = type != storage(type) and pa.types.is_integer(storage(type)) and not isinstance(type, pa.Bool8Type)
+    return (
+        f"a column of {type.extension_name} has no values that Weftline reads; turn it into text first"
+        if counts
+        else ""
+    )
+
+
 def _for_json(type: pa.DataType) -> str:
     """Refuse types that contain bytes; times and decimals become text."""
-    if is_bytes(type):
+    inner = storage(type)
+    if is_bytes(inner):
         return f"a column of {type} is no json"
-    if pa.types.is_struct(type):
-        return next((why for field in type if (why := _for_json(storage(field.type)))), "")
-    if is_list(type):
-        return _for_json(storage(type.value_type))
-    if pa.types.is_map(type):
-        if not is_text(type.key_type):
+    if why := _for_any(type):
+        return why
+    if pa.types.is_struct(inner):
+        return next((why for field in inner if (why := _for_json(field.type))), "")
+    if is_list(inner):
+        return _for_json(inner.value_type)
+    if pa.types.is_map(inner):
+        if not is_text(inner.key_type):
             return f"a column of {type} is no json; its keys are no text"
-        return _for_json(storage(type.item_type))
+        return _for_json(inner.item_type)
     return ""
 
 

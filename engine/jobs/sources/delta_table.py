@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from weftline.engine.jobs.sources.formats import shown_url
-from weftline.engine.jobs.sources.locations import Listing, SourceFile, unreadable
+from weftline.engine.jobs.sources.locations import Listing, SourceFile, is_local, unreadable
 from weftline.engine.jobs.sources.reader import Batch, ColumnReader, DatasetReader, Mark, Origin, RowRange
 from weftline.errors import InputError, first_line
 
@@ -64,7 +64,7 @@ def delta_files(listing: Listing, version: int | None) -> DeltaFiles:
     from deltalake.exceptions import DeltaError
 
     with tempfile.TemporaryDirectory(prefix="weftline-delta-") as copy:
-        local = listing.files[0].local
+        local = is_local(listing.fs)
         root = listing.base if local else _copied_log(listing, Path(copy))
         try:
             table = DeltaTable(root, version=version)

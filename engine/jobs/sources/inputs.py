@@ -203,7 +203,7 @@ def converted(
     if port.kind == "tensor" and not pa.types.is_null(array.type):
         return tensors(array, port)
     while isinstance(array.type, pa.BaseExtensionType):
-        array = array.storage
+        array = array.storage.cast(pa.bool_()) if isinstance(array.type, pa.Bool8Type) else array.storage
     type = array.type
     if port.kind == "list" and is_list(type):
         return _lists(array, field, port.item or PortType("any"), loader, folders)
@@ -363,13 +363,17 @@ def _json(array: pa.Array, field: pa.Field) -> list[Any]:
 
 
 def _pylist(array: pa.Array) -> list[Any]:
-    if _has_nanoseconds(array.type):
-        array = array.cast(_with_texts(array.type))
+    type = array.type
+    has_nanoseconds = _has_nanoseconds(type)
+    if has_nanoseconds:
+        array = array.cast(_with_integers(type))
     try:
         values: list[Any] = array.to_pylist(maps_as_pydicts="strict")
     except KeyError:
         values = [_mapping(one) for one in array]
-    return [_plain(value) for value in values] if _is_beyond_json(array.type) else values
+    if has_nanoseconds:
+        values = [_with_times(value, type) for value in values]
+    return [_plain(value) for value in values] if _is_beyond_json(type) else values
 
 
 def _mapping(value: pa.Scalar) -> Any:
@@ -381,20 +385,37 @@ def _mapping(value: pa.Scalar) -> Any:
 
 def _has_nanoseconds(type: pa.DataType) -> bool:
     """Return True for times of day that Python cannot hold: it has microseconds."""
-    if pa.types.is_map(type):
-        return False  # Arrow casts no maps
     if type.num_fields:
         return any(_has_nanoseconds(type.field(place).type) for place in range(type.num_fields))
     return bool(type == _TIME_NS)
 
 
-def _with_texts(type: pa.DataType) -> pa.DataType:
-    """Return a type with texts for times of day in nanoseconds."""
+def _with_integers(type: pa.DataType) -> pa.DataType:
+    """Return a type with integers for times of day in nanoseconds."""
     if pa.types.is_struct(type):
-        return pa.struct([field.with_type(_with_texts(field.type)) for field in type])
+        return pa.struct([field.with_type(_with_integers(field.type)) for field in type])
+    if pa.types.is_map(type):
+        return pa.map_(type.key_type, _with_integers(type.item_type))
     if is_list(type):
-        return pa.list_(type.value_field.with_type(_with_texts(type.value_type)))
-    return pa.string() if type == _TIME_NS else type
+        return pa.list_(type.value_field.with_type(_with_integers(type.value_type)))
+    return pa.int64() if type == _TIME_NS else type
+
+
+def _with_times(value: Any, type: pa.DataType) -> Any:
+    """Return a value of `_with_integers` with texts for the times, in the form of Python's times where it has them."""
+    if value is None or isinstance(value, Unusable):
+        return value
+    if pa.types.is_struct(type):
+        return {field.name: _with_times(value[field.name], field.type) for field in type}
+    if pa.types.is_map(type):
+        return {key: _with_times(one, type.item_type) for key, one in value.items()}
+    if is_list(type):
+        return [_with_times(one, type.value_type) for one in value]
+    if type != _TIME_NS:
+        return value
+    seconds, ns = divmod(value, 10**9)
+    text = f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return text + (f".{ns:09}" if ns % 1000 else f".{ns // 1000:06}" if ns else "")
 
 
 _TIME_NS = pa.time64("ns")

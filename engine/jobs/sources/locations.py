@@ -135,7 +135,7 @@ def _below(fs: Any, base: str, written: str, kind: str, infos: Mapping[str, Any]
             hidden.append(inside)
         else:
             files.append(_source_file(fs, path, posixpath.join(written, inside), base, infos[path]))
-    if not files:
+    if not files and not any(name.startswith("_delta_log/") for name in hidden):  # a Delta table without rows
         folders = [path for path, info in sorted(infos.items()) if kind == "glob" and info["type"] == "directory"]
         if folders:
             names = [posixpath.join(written, posixpath.relpath(path, base)) for path in folders]

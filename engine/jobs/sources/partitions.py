@@ -32,6 +32,7 @@ from weftline.engine.jobs.sources.reader import (
     RowRange,
 )
 from weftline.engine.jobs.sources.where import possible
+from weftline.errors import InputError
 
 NULL = "__HIVE_DEFAULT_PARTITION__"
 _FOLDER = re.compile(r"([^=/]+)=([^/]*)")
@@ -71,7 +72,12 @@ def _pairs(file: SourceFile) -> dict[str, str | None]:
         start -= 1
     inside = path.removeprefix(base + "/").split("/")[:-1]
     pairs = [match for part in [*above[start:], *inside] if (match := _FOLDER.fullmatch(part))]
-    return {unquote(match[1]): None if match[2] == NULL else unquote(match[2]) for match in pairs}
+    found: dict[str, str | None] = {}
+    for match in pairs:
+        name, value = unquote(match[1]), None if match[2] == NULL else unquote(match[2])
+        if found.setdefault(name, value) != value:
+            raise InputError(f"{file.shown}: two folders give {name}: {found[name]!r:.80} and {value!r:.80}")
+    return found
 
 
 def pruned(

@@ -186,6 +186,7 @@ def _checked(text: str, schema: pa.Schema, problems: list[str]) -> Condition | N
         _true(_value(found.tree, found, empty), empty)
     except _REFUSED as error:
         types = ", ".join(f"{name} is {shown_type(schema.field(name))}" for name in names)
+        types += "; the first rows have no value with a type" if "null" in types else ""
         problems.append(f"--where {text:.200}: {first_line(error):.300} ({types})")
         return None
     return found
@@ -250,6 +251,8 @@ def _like(constant: Any, type: pa.DataType) -> pa.Scalar:
     if isinstance(constant, list):
         raise ValueError("a list is allowed only on the right of `in`")
     found = pa.scalar(constant)
+    if pa.types.is_null(type):
+        return found
     is_text = pa.types.is_string(type) or pa.types.is_large_string(type)
     if is_text is not isinstance(constant, str) and not pa.types.is_temporal(type):
         raise ValueError(f"{literal(constant)} cannot be compared with a column of {type}")
@@ -267,7 +270,8 @@ def _contained(one: Any, many: Any, columns: ConditionColumns) -> Any:
             one = one.beside(next(iter(values), None))
         for value in values:
             _like(value, one.type)
-        held = pc.is_in(one, pa.array(values).cast(one.type) if values else pa.array([], one.type))
+        typed = values and not pa.types.is_null(one.type)
+        held = pc.is_in(one, pa.array(values).cast(one.type) if typed else pa.array([], one.type))
         return pc.if_else(pc.is_null(one), pa.scalar(True if None in many else None, pa.bool_()), held)
     if not _is_array(many) or _is_array(one) or isinstance(one, CsvCells):
         raise ValueError(

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -271,7 +272,14 @@ def test_csv_cells_are_the_numbers_that_a_port_needs(
 
 @pytest.mark.parametrize(
     ("cells", "refused"),
-    [(["x", "2"], ""), (["2"], ""), (["x", "0x1F", ""], ""), (["", "NA"], ""), (["x", ".", "1-2"], "a column of string"), ([], "")],
+    [
+        (["x", "2"], ""),
+        (["2"], ""),
+        (["x", "0x1F", ""], ""),
+        (["", "NA"], ""),
+        (["x", ".", "1-2"], "a column of string"),
+        ([], ""),
+    ],
 )
 def test_csv_without_a_number_is_refused_for_a_port_of_numbers(folder: Path, cells: list[str], refused: str) -> None:
     file, plan = folder / "words.csv", plan_of(folder, "float64[]")
@@ -333,6 +341,48 @@ def test_jsonl_tensors_are_lists_or_shape_and_data(folder: Path) -> None:
     plan = plan_of(folder, "float64[1, 2]")
     expected = [[[1, 2.5]], [[3, 4]], "x", "x", "x", "x", "x", None]
     assert by_rows(plan, file) == by_run(plan, expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime.time(1, 2, 3),
+        [datetime.time(1, 2, 3, 5)],
+        {"t": datetime.time(0, 0)},
+        {"t": [datetime.time(23, 59, 59)]},
+    ],
+)
+def test_times_of_nanoseconds_are_those_of_run(folder: Path, value: Any) -> None:
+    plan = plan_of(folder, "json")
+    assert by_rows(plan, pl.DataFrame({"v": pl.Series([value])})) == by_run(plan, [value])
+
+
+def test_nanoseconds_are_kept_in_maps_and_lists(folder: Path) -> None:
+    type, plan = pa.time64("ns"), plan_of(folder, "json")
+    maps = pa.table({"v": pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), type))})
+    assert by_rows(plan, maps) == by_run(plan, [{"a": "00:00:00.000000001", "b": None}])
+    lists = pa.table({"v": pa.array([[3_723_000_000_001], None], pa.list_(type))})
+    assert by_rows(plan, lists) == by_run(plan, [["01:02:03.000000001"], None])
+    bools = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, None], pa.int8()))
+    assert by_rows(plan, pa.table({"v": bools})) == by_run(plan, [True, None])
+
+
+@pytest.mark.parametrize(
+    ("frame", "match"),
+    [
+        (pl.DataFrame({"v": pl.Series([1], dtype=pl.Int128)}), "found DataFrame, which is no Arrow table"),
+        (pd.DataFrame([[1, 2]], columns=["v", "v"]), "Duplicate column names"),
+        (pa.table([pa.array([1]), pa.array([2])], names=["v", "v"]), "several columns are called v"),
+        (pd.DataFrame({"v": pd.period_range("2020-01", periods=1, freq="M")}), "a column of pandas.period"),
+        (pd.DataFrame({"v": pd.Series([pd.Period("2020-01"), 1], dtype=object)}), "which is no Arrow table"),
+        (pd.DataFrame({"v": [1 + 2j]}), "which is no Arrow table"), (pd.Series([1], name="v"), "found Series"),
+        (pl.Series("v", [1]), "found Series"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("type", ["json", "any"])
+def test_frames_without_types_of_arrow_are_refused(folder: Path, type: str, frame: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        by_rows(plan_of(folder, type), frame)
 
 
 @pytest.mark.parametrize(("type", "value"), [("float32[N]", []), ("int64[?, ?]", [[]]), ("list[float32[N]]", [[]])])

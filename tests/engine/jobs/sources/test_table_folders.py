@@ -174,6 +174,13 @@ def test_types_of_replaced_columns_may_differ_between_files(tmp_path: Path) -> N
     assert rows(opened(tmp_path)) == [{"k": "7", "n": 1}, {"k": "8", "n": 1}]
 
 
+def test_two_hive_folders_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t" / "k=1" / "k=2").mkdir(parents=True)
+    (tmp_path / "t" / "k=1" / "k=2" / "x.jsonl").write_text('{"n": 1}\n')
+    with pytest.raises(InputError, match=r"k=2/x.jsonl: two folders give k: '1' and '2'"):
+        opened(tmp_path / "t")
+
+
 def test_hive_folders_of_pictures_and_archives_are_columns(tmp_path: Path) -> None:
     for label in ("cat", "dog"):
         (tmp_path / "files" / f"label={label}").mkdir(parents=True)
@@ -228,6 +235,13 @@ def delta(root: Path, partitioned: bool = False) -> Path:
     deltalake.DeltaTable(str(root)).delete("n >= 8")
     deltalake.DeltaTable(str(root)).delete("n < 3")
     return root
+
+
+def test_a_delta_table_without_files_is_empty(tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    deltalake.DeltaTable.create(str(tmp_path / "t"), schema=deltalake.Schema([deltalake.Field("n", "long")]))
+    with pytest.raises(InputError, match="t: the data set is empty"):
+        opened(tmp_path / "t")
 
 
 @pytest.mark.parametrize("partitioned", [False, True])

@@ -210,3 +210,23 @@ def test_a_cell_that_cannot_be_compared_makes_its_row_unreadable(tmp_path: Path)
             assert rows.ids == [f"{name}#{row}" for row in (1, 2, 3)]
             why = f"column n: expected int64, as in the lines before, found {found}"
             assert rows.table.column(UNUSABLE).to_pylist() == [None, why, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("'a' in l", []), ("1 in l", []), ("max(l) > 1", []), ("l[0] == 'x'", []), ("max(l, default=3) > 1", [0, 1]),
+        ("n == 'x'", []), ("n in ['a', 1]", []), ("n > 1", []), ("n == null", [0, 1]), ("not l", [0, 1]),
+    ],
+)  # fmt: skip
+def test_columns_without_values_can_be_compared_with_anything(text: str, kept: list[int]) -> None:
+    table = pa.table({"l": pa.array([[], []], pa.list_(pa.null())), "n": pa.nulls(2)})
+    assert [
+        row for row, is_kept in enumerate(RowFilter([text], table.schema).mask(table).to_pylist()) if is_kept
+    ] == kept
+
+
+def test_a_condition_names_columns_whose_first_rows_have_no_value(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"l": []}\n')
+    with pytest.raises(InputError, match="the first rows have no value with a type"):
+        list(open_source(DataSpec((str(tmp_path / "x.jsonl"),), where=("max(l) > 1",))).read())
