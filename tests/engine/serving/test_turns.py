@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 from weftline.engine.serving.turns import NEW_PAUSE, Turns
@@ -37,7 +38,7 @@ def gaps(new: bool) -> list[float]:
         return one.at_s
 
     at_s = asyncio.run(run())
-    return [later - earlier for earlier, later in zip(at_s, at_s[1:])]
+    return [later - earlier for earlier, later in itertools.pairwise(at_s)]
 
 
 def test_new_connections_pause_for_what_their_requests_take_as_well() -> None:
