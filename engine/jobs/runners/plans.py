@@ -257,6 +257,8 @@ def _step(
         step,
         node=f"{node.__module__}:{node.__name__}",
         options=to_options(config),
+        request_options=(),  # those of the node that it runs are part of its own
+        mixed_options=False,
         inputs=(*columns, PlannedInput(seeds_port, Wire(None, seeds), SEEDS)),
         outputs=(*(Port(port.name, COLUMN) for port in step.outputs), Port(outcome, OUTCOME)),
         readers={port.name: uses.get(Wire(step.name, port.name), 0) for port in step.outputs} | {outcome: 1},

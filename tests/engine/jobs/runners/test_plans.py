@@ -141,6 +141,12 @@ def test_a_step_has_all_options_to_run_its_node() -> None:
     assert [one.name for one in step.outputs] == [one.name for one in ports.outputs]
 
 
+def test_request_options_of_a_step_are_loaded_with_its_blocks() -> None:
+    plan = block_plan(plan_of(lambda p, x: p.step("s", "template", x=x, template="{{ x }}").text)).plan
+    assert plan.steps[0].options["runs_options"]["template"] == "{{ x }}"
+    assert set(plan.steps[0].request_options) <= set(plan.steps[0].options) and not plan.steps[0].mixed_options
+
+
 def test_every_value_has_as_many_readers_as_read_it() -> None:
     def build(p: Builder, x: Any) -> Any:
         s = p.step("s", "echo", value=x)
