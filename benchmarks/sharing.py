@@ -5,8 +5,8 @@
 memory   proportional size (PSS) of a process tree with one language model in one step, in two steps, and in two steps
          of which one is exposed. Random weights, float32, 184 M parameters.
 rounds   30 requests with prompts of equal length over three pipelines with prompts of their own, and the same 30
-         requests in one pipeline, in alternating rounds; answers are compared with those of each pipeline alone. Rounds
-         of the step that held sequences of all three are counted.
+         requests in one pipeline, in alternating rounds; answers are compared with those of each pipeline alone. More
+         than 10 sequences in a round are of several pipelines.
 reload   64 callers send requests while the prompt is changed: time until the first new answer, requests that failed,
          and answers in which the prompt and the version differ.
 """
@@ -113,12 +113,16 @@ def rounds(model: Path, count: int) -> None:
         three = [(name, text) for text in texts for name in prompts]
         one = [("one", text) for text in texts] * 3
         times: dict[str, list[float]] = {"three": [], "one": []}
-        wrong = 0
+        wrong, running = 0, 0.0
         with ThreadPoolExecutor(30) as callers:
             for _ in range(count):
                 for kind, asked in (("three", three), ("one", one)):
                     began = time.perf_counter()
-                    answers = list(callers.map(ask, asked))
+                    asking_now = [callers.submit(ask, at) for at in asked]
+                    time.sleep(1.0)
+                    figures = pipelines.get("six").stats()["figures"]["answer0"].values()
+                    running = max(running, *(one["running"] for one in figures)) if kind == "three" else running
+                    answers = [one.result() for one in asking_now]
                     times[kind].append(time.perf_counter() - began)
                     wrong += sum(answer != expected[at] for at, answer in zip(asked, answers, strict=True))
         rates = {kind: 30 * 48 / statistics.median(of) for kind, of in times.items()}
@@ -126,7 +130,8 @@ def rounds(model: Path, count: int) -> None:
         print(
             f"  three pipelines {rates['three']:.0f} tokens/s, one {rates['one']:.0f}: "
             f"{statistics.median(ratios):.3f}x [{min(ratios):.3f}-{max(ratios):.3f}], "
-            f"{wrong} of {60 * count} answers differ; processes {sorted(pipelines.get('one').pids())}"
+            f"{wrong} of {60 * count} answers differ; sequences in a round of the three: {running:.0f}; "
+            f"processes {sorted(pipelines.get('one').pids())}"
         )
 
 
