@@ -93,7 +93,7 @@ class Engine:
         """Return whether open programs keep all deployments of a program alive."""
         kept = {one for program in self._programs.values() for one in program.deployments}
         wanted = [one for one in planned.deployments if one >= 0]  # the scheduler evaluates the others
-        return not self.closed and kept.issuperset(wanted) and self.runtime.serves(wanted)
+        return bool(self._programs) and kept.issuperset(wanted) and self.runtime.serves(wanted)
 
 
 def plan_group(

@@ -34,7 +34,7 @@ from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions, begin_alone, begin_over, not_open
-from weftline.errors import InputError, WeftlineError
+from weftline.errors import InputError, SessionClosed, WeftlineError
 from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
@@ -368,9 +368,12 @@ class Session:
     def health(self) -> Health:
         """Return which steps are ready, and the reason if one is not."""
         version = self._versions.current
-        if version is None:
-            return judge(dict.fromkeys([step.name for step in self.plan.steps], False), math.inf, str(not_open()))
-        return version.runtime.health(version.program)
+        try:
+            if version is None:
+                raise not_open()
+            return version.runtime.health(version.program)
+        except SessionClosed as error:
+            return judge(dict.fromkeys([step.name for step in self.plan.steps], False), math.inf, str(error))
 
     @property
     def ready(self) -> bool:

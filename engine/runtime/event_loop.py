@@ -23,7 +23,6 @@ import asyncio
 import errno
 import itertools
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -611,15 +610,11 @@ class Runtime:
             return {name: pid for name, pid in self.fleet.pids().items() if name in names}
 
     def health(self, program: int) -> Health:
-        """Return for every step of a program whether it is ready, and why not."""
+        """Return for every step of a program whether it is ready, and why not; SessionClosed when it has ended."""
+        self._check_open()
         held = self._programs.get(program)
-        try:
-            self._check_open()
-            if held is None:
-                raise SessionClosed("the session is not open")
-        except SessionClosed as error:
-            plan = held.plan if held is not None else self.plan
-            return judge(dict.fromkeys((step.name for step in plan.steps), False), math.inf, str(error))
+        if held is None:
+            raise self._closed_error()
         with self._lock:
             resting = set(self.scheduler.asleep_steps())
             asleep = tuple(name for name, one in held.steps.items() if self.plan.steps[one].name in resting)
@@ -649,7 +644,7 @@ class Runtime:
         with self._lock:
             held = self._programs.get(program)
             if held is None:
-                raise SessionClosed("the session is not open")
+                raise self._closed_error()
             seen = snapshot(self.scheduler, program, held, self._worker_names(program))
             dropped = self.fleet.output.dropped_bytes()
         own = {name: self.plan.steps[deployment].name for name, deployment in held.steps.items()}
