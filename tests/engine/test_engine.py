@@ -74,7 +74,7 @@ def test_requests_of_the_version_before_finish_in_it() -> None:
         assert set(session.run(x="a")) == {"y", "same", "z"}
 
 
-def test_requests_that_outlast_the_drain_are_cancelled_and_their_memory_is_freed() -> None:
+def test_requests_that_outlast_the_drain_are_cancelled() -> None:
     with load(chain(delay_ms=700.0)).open() as session, ThreadPoolExecutor(1) as callers:
         before = callers.submit(session.run, x="a" * 100_000)
         wait_until(lambda: session.stats()["requests"]["open"] == 1)
@@ -209,7 +209,7 @@ def test_reloads_of_two_names_over_one_engine_run_at_once(pipelines: Repository)
     wait_until(lambda: len(engine.runtime._programs) == 2, 5)
 
 
-def test_a_session_of_a_shared_engine_reports_its_own_steps_only(pipelines: Repository) -> None:
+def test_a_session_reports_its_own_steps_only(pipelines: Repository) -> None:
     opened(pipelines, {"a": chain("a"), "c": chain("c", delay_ms=1.0)})
     session: Session = pipelines.get("c")
     assert set(session.health().steps) == {"slow", "pick", "mark"}
