@@ -39,6 +39,8 @@ def forward(state: SchedulerState, source: Task, slot: int, value: Value) -> Non
         stream.unread_bytes += value.size_bytes + CHUNK_OVERHEAD_BYTES
         if stream.task is None and request.missing[place] == 1:  # all else is there
             graph.advance(state, request, place)
+            if request.path is not None and slot in request.route.deciding:  # it runs, though its input may yet fail
+                task_table.on_path_changed(state, request)
         if request.state != OPEN:
             return
         if stream.task is not None:

@@ -1,4 +1,4 @@
-"""Pipelines around one step: the step extracted into a pipeline of its own, and the debug variant of a pipeline.
+"""Pipelines around one step: an exposed step as a pipeline of its own, and the debug variant of a pipeline.
 
 Extraction: inputs and outputs are the step's ports. Wires, conditions, retries, fallbacks and timeouts are dropped.
 Batching, limits, device and sequence state stay. Step `ocr/read` of a sub-pipeline is renamed `ocr-read`.

@@ -54,6 +54,10 @@ def test_a_failing_world_reports_how_to_replay_it() -> None:
     assert "replay: python -m tests.engine.simulation" in reported
 
 
+def test_a_reader_of_a_stream_that_may_yet_be_absent_is_known_to_run() -> None:
+    World(1905).run()  # it began with the first chunk, and later units were estimated as if it might not run
+
+
 def test_random_plans_differ() -> None:
     assert len({len(random_plan(random.Random(seed)).steps) for seed in range(50)}) > 3
 
