@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -122,8 +123,17 @@ def _choice(index: int, one: Mapping[str, Any], logprobs: bool) -> Choice:
     """Return an answer in the form of the llm step's `answers`."""
     calls = one.get("tool_calls")
     calls = calls if isinstance(calls, list) and calls else None
+    _check_calls(calls)
     found = (one.get("logprobs") or ()) if logprobs else None
     return Choice(index, one.get("text") or "", finish_of(one, calls), found, calls, one.get("reasoning") or "")
+
+
+def _check_calls(calls: list[Any] | None) -> None:
+    """Raise StepError for tool calls with NaN and infinities, which msgspec writes as null."""
+    try:
+        json.dumps(calls, allow_nan=False)
+    except ValueError:
+        raise StepError("the model gave tool calls with NaN or an infinite number, which JSON lacks") from None
 
 
 class Format(Protocol):

@@ -1,6 +1,7 @@
 """The stock `openai` client against models that are functions."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,10 @@ MODELS = {
     "calls": (
         info("calls", {"messages": "json", "tools": "json"}, {"text": "text", "tool_calls": "json"}),
         lambda ask: {"text": "", "tool_calls": [CALL]},
+    ),
+    "nan-calls": (
+        info("nan-calls", {"messages": "json", "tools": "json"}, {"text": "text", "tool_calls": "json"}),
+        lambda ask: {"text": "ab", "tool_calls": [CALL | {"more": [{"score": math.nan}]}]},
     ),
     "thinks": (
         info(
@@ -179,6 +184,13 @@ def test_tool_calls_that_a_pipeline_gives_are_passed_through(client: openai.Open
         (0, None, None),
     ]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_with_a_number_that_json_lacks_are_an_error(client: openai.OpenAI, stream: bool) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(openai.APIError, match="tool calls with NaN or an infinite number, which JSON lacks"):
+        list(client.chat.completions.create(model="nan-calls", messages=HI, tools=tools, stream=stream))
 
 
 @pytest.mark.parametrize("n", [1, 2])
