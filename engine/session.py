@@ -393,6 +393,10 @@ class Session:
         """Return the pid of every running worker of the current version by name."""
         return self._current.runtime.pids(self._current.program)
 
+    def loaded(self) -> frozenset[tuple[str, int]]:
+        """Return each node that workers have loaded for the current version, by a name, with the pid of its worker."""
+        return self._current.runtime.loaded(self._current.program)
+
     @property
     def _current(self) -> Version:
         version = self._versions.current or self._versions.opening

@@ -275,7 +275,9 @@ def _load_file(path: Path) -> Any:
     """Import a file as a module of a package for its folder, so that `from .other import x` works."""
     package = f"weftline_user_{abs(hash(str(path.parent))):x}"
     name = f"{package}.{path.stem}"
-    if name in sys.modules:
+    state = path.stat()
+    version = (state.st_ino, state.st_ctime_ns, state.st_size)
+    if name in sys.modules and getattr(sys.modules[name], "__weftline_file__", version) == version:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -285,6 +287,7 @@ def _load_file(path: Path) -> Any:
         folder.submodule_search_locations = [str(path.parent)]
         sys.modules[package] = importlib.util.module_from_spec(folder)
     module = importlib.util.module_from_spec(spec)
+    module.__weftline_file__ = version  # type: ignore[attr-defined]  # a server imports it again after a change
     sys.modules[name] = module  # before execution: dataclasses look up their module by name
     try:
         spec.loader.exec_module(module)

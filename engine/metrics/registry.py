@@ -75,9 +75,10 @@ class Metrics:
         out: list[Sample] = [(series.BUILD, (self._version, platform.python_version()), 1.0)]
         with self._lock:
             out += self._requests.samples()
+        shown = snapshots.Shown()
         for model, session in sorted(self._sessions().items()):
             try:
-                out += list(snapshots.samples(model, session, usage_of))
+                out += list(snapshots.samples(model, session, usage_of, shown))
             except Exception:
                 _log.exception("cannot read the metrics of model %s; this scrape lacks them", model)
         out += snapshots.ingress_samples(self._ingress(), usage_of)

@@ -101,6 +101,9 @@ STEP_ITEMS_MAX = _gauge("weftline_step_batch_items_max", "model step", "items",
     "current largest batch; less than `batch.items_max` after an out-of-memory error")  # fmt: skip
 STEP_OUT_OF_MEMORY = _counter("weftline_step_out_of_memory_total", "model step", "dispatches",
     "batches that failed with an out-of-memory error; since the model was loaded")  # fmt: skip
+STEP_DEPLOYMENT = _gauge("weftline_step_deployment_info", "model step deployment", "",
+    "always 1; steps with one `deployment` share what is loaded, and its queue, workers and figures come once: for the "
+    "first of them, whose `model.step` this is")  # fmt: skip
 STEP_WORKERS = _gauge("weftline_step_workers", "model step", "workers", "configured instances of a step")
 STEP_WORKERS_READY = _gauge("weftline_step_workers_ready", "model step", "workers", "instances that are ready")
 STEP_WORKERS_ASLEEP = _gauge("weftline_step_workers_asleep", "model step", "workers", "instances that sleep")
@@ -148,21 +151,23 @@ STEP_OUTPUT_DROPPED = _counter("weftline_step_output_dropped_bytes_total", "mode
     "output of a step that was dropped above its limit; since the model was loaded")  # fmt: skip
 
 DISPATCHES = _counter(
-    "weftline_dispatches_total", "model", "dispatches", "dispatched batches; since the model was loaded"
+    "weftline_dispatches_total", "model", "dispatches", "batches that an engine dispatched; since it was started"
 )
 DISPATCHED = _counter(
-    "weftline_dispatched_items_total", "model", "items", "dispatched items; since the model was loaded"
+    "weftline_dispatched_items_total", "model", "items", "items that an engine dispatched; since it was started"
 )
 DEATHS = _counter("weftline_worker_deaths_total", "model step cause", "deaths",
     "worker deaths by step (that it ran, or all of its steps) and cause; since the model was loaded")  # fmt: skip
-RESTARTS = _counter("weftline_worker_restarts_total", "model", "starts", "worker restarts; since the model was loaded")
+RESTARTS = _counter(
+    "weftline_worker_restarts_total", "model", "starts", "worker restarts of an engine; since it was started"
+)
 RETRIED = _counter("weftline_items_retried_total", "model", "items", "retried items; since the model was loaded")
 QUARANTINED = _counter("weftline_inputs_quarantined_total", "model", "inputs",
     "inputs that killed workers and are now refused; since the model was loaded")  # fmt: skip
 LATE = _counter("weftline_items_late_total", "model", "items",
     "items not started: they could not meet their deadline or timeout_ms; since the model was loaded")  # fmt: skip
 STALE = _counter("weftline_stale_messages_total", "model", "messages",
-    "dropped worker messages about tasks that had ended; since the model was loaded")  # fmt: skip
+    "dropped worker messages about tasks that had ended; since the engine was started")  # fmt: skip
 ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
     "device memory of dead workers' reads, unusable until its owner has synchronized")  # fmt: skip
 UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
@@ -170,7 +175,7 @@ UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
 COPIED = _counter("weftline_copied_bytes_total", "model where", "bytes",
     "tensor bytes copied; `where` is `in`, `between` or `out` of shared memory; since the model was loaded",
 )  # fmt: skip
-ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of all arenas of the model")
+ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of all arenas of the engine")
 ARENA_LEASED = _gauge("weftline_arena_leased_bytes", "model", "bytes", "shared memory in use")
 ARENA_BLOCKS = _gauge("weftline_arena_leased_blocks", "model", "blocks", "leased blocks")
 ARENA_STALE = _counter("weftline_arena_stale_leases_total", "model", "leases",
@@ -235,7 +240,7 @@ REQUEST_SERIES = (
     REQUESTS, DURATION, FIRST_PIECE, PIECES, RECEIVED, CALLERS, IN_FLIGHT, SLO_LATENCY, SLO_P99, SLO_ANSWERS, SLO_OVER,
 )  # fmt: skip
 STEP_SERIES = (
-    STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_WORKERS, STEP_WORKERS_READY,
+    STEP_ITEMS, STEP_QUEUE, STEP_RUN, STEP_NODE, STEP_BATCH, STEP_CALLS, STEP_WAITING, STEP_DEPLOYMENT, STEP_WORKERS, STEP_WORKERS_READY,
     STEP_WORKERS_ASLEEP, STEP_SLEPT, STEP_WOKEN, STEP_WAKE, STEP_ITEMS_MAX, STEP_OUT_OF_MEMORY,
     STEP_OUTPUT_DROPPED, NODE_FIGURE,
 )  # fmt: skip

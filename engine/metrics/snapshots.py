@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,6 +55,9 @@ _TOTALS: Mapping[str, Series] = {
     "worker_restarts": series.RESTARTS,
     "quarantined": series.QUARANTINED,
 }
+_OF_PROGRAM = frozenset({"retried", "dropped_late", "quarantined"})
+"""Totals that are a model's own; the others are those of its engine."""
+_BY_STEP = ("queued", "workers", "idle", "batches", "output_dropped_bytes", "figures")
 _ARENA: Mapping[str, Series] = {
     "size_bytes": series.ARENA_SIZE,
     "leased_bytes": series.ARENA_LEASED,
@@ -91,21 +94,68 @@ class StatsSource(Protocol):
     def pids(self) -> Mapping[str, int]: ...
 
 
-def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessUsage | None]) -> Iterator[Sample]:
-    """Yield a model's series; `usage_of` looks at a worker process by its pid."""
-    stats = session.stats()
+class Shown:
+    """What one scrape has shown of engines, deployments and processes that several models use: each comes once."""
+
+    def __init__(self) -> None:
+        self._by: dict[tuple[object, ...], str] = {}
+
+    def by(self, name: str, *what: object) -> str:
+        """Return the name under which something is shown: that of the first call."""
+        return self._by.setdefault(what, name)
+
+
+def samples(
+    model: str,
+    session: StatsSource,
+    usage_of: Callable[[int], ProcessUsage | None],
+    shown: Shown | None = None,
+) -> Iterator[Sample]:
+    """Yield a model's series; `usage_of` looks at a worker process by its pid.
+
+    Totals of the engine, and series of what other models use too, are left out where `shown` has them, so that sums
+    over models are right.
+    """
+    stats, shown = session.stats(), shown or Shown()
+    engine = stats.get("engine", id(session))
+    whole = shown.by(model, engine) == model
+    deployments: Mapping[str, str] = stats.get("deployments", {})
+    shown_by = {step: shown.by(f"{model}.{step}", engine, name) for step, name in deployments.items()}
+    others = {step for step, by in shown_by.items() if by != f"{model}.{step}"}
+    for step, by in shown_by.items():
+        yield series.STEP_DEPLOYMENT, (model, step, by), 1.0
     yield series.MODEL_READY, (model,), float(session.health().ready)
     yield series.MODEL_VERSION, (model,), stats.get("version", 0)
     yield series.IN_FLIGHT, (model,), stats["requests"]["open"]
     yield from _objective(model, stats["slo"])
     for name, one in _TOTALS.items():
-        yield one, (model,), stats[name]
+        if whole or name in _OF_PROGRAM:
+            yield one, (model,), stats[name]
+    for where in ("in", "between", "out") if whole else ("in", "out"):
+        yield series.COPIED, (model, where), stats["copied_bytes"][where]
+    yield from _steps(model, {name: _without(stats.get(name, {}), others) for name in _BY_STEP})
+    if whole:
+        yield from _whole_engine(model, stats)
+    for worker, pid in session.pids().items():
+        if shown.by(model, "process", pid) == model:
+            yield from _process(_WORKER, (model, worker), usage_of(pid))
+
+
+def _without(values: Mapping[str, Any], steps: Collection[str]) -> dict[str, Any]:
+    return {step: value for step, value in values.items() if step not in steps}
+
+
+def _whole_engine(model: str, stats: Mapping[str, Any]) -> Iterator[Sample]:
     for step, cause, deaths in stats.get("worker_deaths_by", ()):
         yield series.DEATHS, (model, step, cause), deaths
-    for where in ("in", "between", "out"):
-        yield series.COPIED, (model, where), stats["copied_bytes"][where]
     for name, one in _ARENA.items():
         yield one, (model,), stats["arena"][name]
+    yield from _devices(model, stats["device_memory"])
+    yield series.UNFINISHED, (model,), stats["unfinished"]
+    yield from _kv(model, stats["kv"])
+
+
+def _steps(model: str, stats: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
     for step, waiting in stats["queued"].items():
         yield series.STEP_WAITING, (model, step), waiting
     for step, workers in stats["workers"].items():
@@ -116,19 +166,14 @@ def samples(model: str, session: StatsSource, usage_of: Callable[[int], ProcessU
         yield series.STEP_SLEPT, (model, step), idle["slept"]
         yield series.STEP_WOKEN, (model, step), idle["woken"]
         yield series.STEP_WAKE, (model, step), idle["wake_ms"] / 1000
-    yield from _devices(model, stats["device_memory"])
-    yield series.UNFINISHED, (model,), stats["unfinished"]
     for step, batches in stats["batches"].items():
         yield series.STEP_ITEMS_MAX, (model, step), batches["items_max"]
         yield series.STEP_OUT_OF_MEMORY, (model, step), batches["out_of_memory"]
-    yield from _kv(model, stats["kv"])
-    for step, dropped in stats.get("output_dropped_bytes", {}).items():
+    for step, dropped in stats["output_dropped_bytes"].items():
         yield series.STEP_OUTPUT_DROPPED, (model, step), dropped
     for step, by_worker in stats["figures"].items():
         for worker, figures in by_worker.items():
             yield from _figures(model, step, worker, figures)
-    for worker, pid in session.pids().items():
-        yield from _process(_WORKER, (model, worker), usage_of(pid))
 
 
 def _objective(model: str, slo: Mapping[str, Any]) -> Iterator[Sample]:
@@ -143,12 +188,17 @@ def _objective(model: str, slo: Mapping[str, Any]) -> Iterator[Sample]:
 
 def gpu_samples(gpus: Sequence[Gpu], sessions: Mapping[str, StatsSource]) -> Iterator[Sample]:
     """Yield the series of GPUs, with what each session that can be read has of them."""
-    readable = {}
+    readable, engines = {}, Shown()
+    pids_of: dict[object, dict[str, int]] = {}
     for model, session in sorted(sessions.items()) if gpus else ():
         try:
-            readable[model] = session.stats(), session.pids()
+            stats, pids = session.stats(), session.pids()
         except WeftlineError:  # it has just been closed
             continue
+        engine = stats.get("engine", id(session))
+        pids_of.setdefault(engine, {}).update(pids)
+        if engines.by(model, engine) == model:
+            readable[model] = stats, pids_of[engine]
     for gpu in gpus:
         of = (str(gpu.index), gpu.uuid)
         yield series.GPU_INFO, (*of, gpu.device, gpu.name), 1.0

@@ -609,6 +609,14 @@ class Runtime:
             names = self._worker_names(program)
             return {name: pid for name, pid in self.fleet.pids().items() if name in names}
 
+    def loaded(self, program: int) -> frozenset[tuple[str, int]]:
+        """Return the deployments of a program by name, each with the pid of every running worker of it."""
+        with self._lock:
+            held, pids = self._programs.get(program), self.fleet.pids()
+            steps = [self.plan.steps[one] for one in (held.steps.values() if held is not None else ())]
+            names = {(step.name, self.plan.workers[worker].name) for step in steps for worker in step.workers}
+            return frozenset((step, pids[worker]) for step, worker in names if worker in pids)
+
     def health(self, program: int) -> Health:
         """Return for every step of a program whether it is ready, and why not; SessionClosed when it has ended."""
         self._check_open()
@@ -648,4 +656,9 @@ class Runtime:
             seen = snapshot(self.scheduler, program, held, self._worker_names(program))
             dropped = self.fleet.output.dropped_bytes()
         own = {name: self.plan.steps[deployment].name for name, deployment in held.steps.items()}
-        return {**seen, "output_dropped_bytes": {name: dropped[of] for name, of in own.items() if of in dropped}}
+        return {
+            **seen,
+            "engine": id(self),
+            "deployments": own,
+            "output_dropped_bytes": {name: dropped[of] for name, of in own.items() if of in dropped},
+        }

@@ -248,6 +248,10 @@ class ServeConfig:
     """All pipelines or none: do not start when one cannot be loaded, and be ready only while all are. Otherwise the
     others serve, and the server is ready while one does."""
 
+    watch: Annotated[bool, Flag("--watch")] = False
+    """Reload a pipeline when its file, or a file that it names, is saved. The old version serves until the new one can,
+    and goes on if that has an error."""
+
     shared_memory: Annotated[bool, Flag("--shared-memory")] = False
     """Clients may register system shared memory."""
 

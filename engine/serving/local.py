@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -66,7 +66,7 @@ class LocalBackend:
     observers: called for every request that ended.
     begin:     gives a request its trace context.
     metrics:   renders all figures.
-    progress:  as for `Session.open`, with `model.step` for steps.
+    progress:  as for `Session.open`, with `model.step` for steps; not called after `open`.
     strict:    load all models at the start, or none.
     """
 
@@ -160,12 +160,15 @@ class LocalBackend:
                     if self._strict:
                         raise
             done = await self._load_together(models, first_error=self._strict)
+            self._progress = None
             failed |= {name: done[name] for name in wanted if isinstance(done.get(name), WeftlineError)}
             if failed and not any(isinstance(one, int) for one in done.values()):
                 raise _all_of(list(failed.values()))
-            for model, error in {**done, **failed}.items():
-                if isinstance(error, WeftlineError):
-                    _log_failure(model, error)
+            for model, outcome in {**done, **failed}.items():
+                if isinstance(outcome, WeftlineError):
+                    _log_failure(model, outcome)
+                else:
+                    _log.info("model %s: version %d serves", model, outcome)
             for name, error in failed.items():
                 await self._fail(name, wanted[name], error, done)
 
@@ -197,6 +200,10 @@ class LocalBackend:
             _log_failure(model, error)
             raise
 
+    def should_serve(self, model: str) -> bool:
+        """Return whether a pipeline was to be loaded, at the start or by an admin, and was not unloaded since."""
+        return model in self._failed or any(entry.name == model for entry in self._repository.index())
+
     async def unload(self, model: str) -> None:
         """As in `Backend`; goes on as `load` does."""
         await asyncio.shield(asyncio.ensure_future(self._unload(model, self._served_pipeline(model))))
@@ -226,8 +233,22 @@ class LocalBackend:
                 raise
             for name in models:
                 self._failed.pop(name, None)
+            before, began_s = self._running(models), time.monotonic()
             versions = await self._load_together(models, first_error=True)
-            return next(version for version in versions.values() if isinstance(version, int))
+            version = next(version for version in versions.values() if isinstance(version, int))
+            loaded = len(self._running(models) - before)
+            what = "1 step" if loaded == 1 else f"{loaded} steps"
+            how = f"{what} loaded in {time.monotonic() - began_s:.1f} s" if loaded else "no model loaded"
+            _log.info("%s: version %d serves (%s)", model, version, how)
+            return version
+
+    def _running(self, models: Collection[str]) -> set[tuple[str, int]]:
+        """Return the steps of models that workers have loaded: the deployment, and the pid of each of its workers."""
+        found = set[tuple[str, int]]()
+        for name, session in self.sessions().items():
+            if name in models:
+                found |= session.loaded()
+        return found
 
     async def _load_together(
         self, models: Mapping[str, Pipeline], *, first_error: bool
@@ -237,11 +258,8 @@ class LocalBackend:
         def load() -> dict[str, int | WeftlineError]:
             done = dict[str, int | WeftlineError]()
             for name, version in self._repository.load_together(models, progress=self._progress_of):
-                if isinstance(version, WeftlineError):
-                    if first_error:
-                        raise version
-                else:
-                    _log.info("model %s: version %d serves", name, version)
+                if isinstance(version, WeftlineError) and first_error:
+                    raise version
                 done[name] = version
             return done
 

@@ -41,6 +41,7 @@ from weftline.engine.serving.logs import RequestLog, dropped_lines, start_logs
 from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim
+from weftline.engine.serving.watch import watch
 from weftline.errors import WeftlineError
 
 _log = logging.getLogger("weftline.ingress")
@@ -126,6 +127,7 @@ class Server:
         self._tokens = tokens
         self._rates = TokenRates(tokens)
         self._frontends = FrontendManager(self.backend, statistics=self.statistics, rates=self._rates)
+        self._watching: asyncio.Task[None] | None = None
         self._grpc: GrpcServer | None = None
         self._claim: SocketClaim | None = None
 
@@ -137,6 +139,9 @@ class Server:
         if config.grpc.socket is not None:
             self._claim = SocketClaim(config.grpc.socket)
         await self.backend.open()
+        if config.watch:
+            files = {name: one.file for name, one in config.pipelines.items()}
+            self._watching = asyncio.create_task(watch(files, self.backend.should_serve, self.backend.load))
         grpc_at = await self._open_grpc()
         http_at = ""
         if config.http is not None:
@@ -147,6 +152,7 @@ class Server:
 
     async def drain(self, grace_s: float) -> None:
         """Report not ready, refuse new work, and let open requests finish for at most `grace_s` seconds."""
+        self._stop_watching()
         stops = [self._frontends.drain(grace_s)]
         if self._grpc is not None:
             self._grpc.set_serving(False)
@@ -155,6 +161,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop all servers and models at once. Safe to call twice."""
+        self._stop_watching()
         closing = asyncio.to_thread(self._repository.close)  # first: it stops models that are loading
         ended = await asyncio.gather(closing, self._frontends.stop(), return_exceptions=True)
         for error in ended:
@@ -166,6 +173,10 @@ class Server:
             self._claim.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def _open_grpc(self) -> str:
         config, endpoint = self.config, self.config.grpc

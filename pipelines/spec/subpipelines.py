@@ -52,14 +52,14 @@ def _height(path: Path, inside: tuple[Path, ...], known: dict[Path, int]) -> int
     if path not in known:
         deeper = (*inside, path)
         if len(deeper) <= DEPTH_MAX:
-            known[path] = 1 + max((_height(one, deeper, known) for one in _named_in(path)), default=0)
+            known[path] = 1 + max((_height(one, deeper, known) for one in named_pipelines(path)), default=0)
     if path not in known or len(inside) + known[path] > DEPTH_MAX:
         way = " -> ".join(one.name for one in (*inside, path))
         raise ConfigError("pipeline", f"{way}: pipelines nested too deep", f"at most {DEPTH_MAX} inside each other")
     return known[path]
 
 
-def _named_in(path: Path) -> list[Path]:
+def named_pipelines(path: Path) -> list[Path]:
     """Return the files that the steps of a pipeline file name, as resolved paths."""
     if not _is_file(path):  # a pipe would never end
         return []

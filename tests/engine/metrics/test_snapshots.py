@@ -14,7 +14,7 @@ import pytest
 from tests.engine.metrics.made import install_nvml, record, timing
 from weftline.engine.metrics import series
 from weftline.engine.metrics.registry import Metrics
-from weftline.engine.metrics.snapshots import ProcessUsage, samples, usage_of
+from weftline.engine.metrics.snapshots import ProcessUsage, Shown, samples, usage_of
 from weftline.engine.runtime.health import Health
 
 LLM = {
@@ -59,7 +59,7 @@ class FakeSession:
                            "arenas": {"see": 8}, "claims": [("see", "context", 6)],
                            "steps": {"see": {"open_bytes": 20, "peak_bytes": 30}}},
             },
-            "figures": figures or {}, "version": 4, "draining": False, **more,
+            "figures": figures or {}, "deployments": {"see": "see"}, "version": 4, "draining": False, **more,
         }  # fmt: skip
 
     def stats(self) -> Mapping[str, Any]:
@@ -75,6 +75,21 @@ class FakeSession:
 def seen(session: FakeSession, usage: Mapping[int, ProcessUsage] | None = None) -> dict[tuple[str, ...], float]:
     found = samples("ocr", session, (usage or {}).get)
     return {(one.name, *labels): value for one, labels, value in found if isinstance(value, int | float)}
+
+
+def test_what_several_models_share_is_shown_once() -> None:
+    shared = {"engine": 1, "deployments": {"see": "see"}}
+    sessions = {name: FakeSession(**shared) for name in ("ocr", "ocr.see")}
+    found: list[tuple[str, ...]] = []
+    shown, usage = Shown(), dict.fromkeys(PIDS.values(), ProcessUsage(1, 1.0, 1))
+    for name, session in sessions.items():
+        found += [(one.name, *labels) for one, labels, _ in samples(name, session, usage.get, shown)]
+    names = [one[0] for one in found]
+    for once in ("weftline_dispatches_total", "weftline_arena_size_bytes", "weftline_step_queue_depth"):
+        assert names.count(once) == 1, once
+    assert names.count("weftline_worker_resident_memory_bytes") == len(PIDS)
+    assert names.count("weftline_model_ready") == 2 and names.count("weftline_requests_in_flight") == 2
+    assert ("weftline_step_deployment_info", "ocr.see", "see", "ocr.see") in found, "under the first of them"
 
 
 def test_a_snapshot_is_shown_under_its_model_and_steps() -> None:

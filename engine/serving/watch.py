@@ -1,0 +1,114 @@
+"""Reload pipelines when their files change: `weftline serve --watch`.
+
+The files of a pipeline are its YAML file, those of its sub-pipelines, the Python files of its steps, and the files that
+its steps load, by their state alone. They are polled. A change is acted upon once nothing has changed for a moment:
+editors write in several steps. A file that is missing or empty has a longer moment to come back.
+
+`Changes` decides; `watch` polls and reloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+
+from weftline.errors import WeftlineError
+from weftline.fields import plain
+from weftline.nodes.contract import ConfigError
+from weftline.nodes.declared_files import identities, texts_of
+from weftline.nodes.user_code import locate
+from weftline.pipelines.check.checker import examine
+from weftline.pipelines.spec.loader import load_file
+from weftline.pipelines.spec.subpipelines import named_pipelines
+
+POLL_S = 0.5
+"""Interval between two looks at the files."""
+
+SETTLED_S, RETURNED_S = 0.25, 2.0
+"""How long nothing has changed before a change counts, and before a missing or empty file does."""
+
+State = Mapping[str, tuple[int, ...]]
+"""Inode, change time and size of each file by path; () for a file that does not exist."""
+
+
+class Changes:
+    """Decides when the files of one pipeline have changed for good. first: their state when it was loaded."""
+
+    def __init__(self, first: State) -> None:
+        self._seen = self._done = first
+        self._since_s = 0.0
+
+    def due(self, now: State, time_s: float) -> bool:
+        """Return True once for each change, when nothing has changed for a moment. time_s: a steady clock."""
+        if now != self._seen:
+            self._seen, self._since_s = now, time_s
+        unfinished = any(not state or not state[-1] for path, state in now.items() if state != self._done.get(path))
+        if now == self._done or time_s - self._since_s < (RETURNED_S if unfinished else SETTLED_S):
+            return False
+        self._done = now
+        return True
+
+    def include(self, now: State) -> None:
+        """Take the state of files that were not watched so far as unchanged."""
+        added = {path: state for path, state in now.items() if path not in self._done}
+        dropped = [path for path in self._done if path not in now]
+        self._done = {path: state for path, state in {**self._done, **added}.items() if path not in dropped}
+        self._seen = {path: self._seen.get(path, state) for path, state in now.items()}
+
+
+def files_of(file: Path) -> set[Path]:
+    """Return the files that a pipeline file names, itself included; of one with problems, those that are known."""
+    found, named = {file}, [file]
+    while named:
+        more = {Path(one) for one in named_pipelines(named.pop())} - found
+        found |= more
+        named += more
+    try:
+        checked = examine(load_file(file))
+    except WeftlineError:
+        return found
+    for one in checked.steps.values():
+        found.update(one.files)
+        base_dir = one.step.base_dir or checked.pipeline.base_dir
+        for text in (one.reference, *texts_of(plain(one.config))) if one.user_code else ():
+            try:
+                found.add(locate(text, base_dir, "").path)
+            except (ConfigError, OSError):
+                continue
+    return found
+
+
+def state_of(files: Iterable[Path]) -> State:
+    """Return the state of files, and of the files below folders."""
+    wanted = list(files)
+    found = {one.path: (one.inode, one.ctime_ns, one.size_bytes) for one in identities(wanted)}
+    return {**{str(path): () for path in wanted if not path.is_dir()}, **found}
+
+
+async def watch(
+    files: Mapping[str, Path], watched: Callable[[str], bool], reload: Callable[[str], Awaitable[object]]
+) -> None:
+    """Reload pipelines whose files change, until cancelled.
+
+    files:   pipeline files by name.
+    watched: returns whether the pipeline of a name is to be reloaded now.
+    reload:  reloads a pipeline; its WeftlineErrors have been reported.
+    """
+    paths = {name: await asyncio.to_thread(files_of, file) for name, file in files.items()}
+    changes = {name: Changes(await asyncio.to_thread(state_of, paths[name])) for name in files}
+    while True:
+        await asyncio.sleep(POLL_S)
+        for name, file in files.items():
+            now = await asyncio.to_thread(state_of, paths[name])
+            if not changes[name].due(now, time.monotonic()) or not watched(name):
+                continue
+            paths[name] |= await asyncio.to_thread(files_of, file)  # before it loads: what changes meanwhile counts
+            changes[name].include(await asyncio.to_thread(state_of, paths[name]))
+            try:
+                await reload(name)
+                paths[name] = await asyncio.to_thread(files_of, file)
+                changes[name].include(await asyncio.to_thread(state_of, paths[name]))
+            except WeftlineError:
+                continue
