@@ -129,6 +129,15 @@ class LocalBackend:
                 continue  # it ended this very moment
         return serving
 
+    def shared(self) -> tuple[tuple[str, ...], ...]:
+        """Return the steps that use each loaded node which several use, as `model: step`."""
+        users: dict[tuple[int, str], list[str]] = {}
+        for model in self.sessions():
+            stats = self.stats(model)
+            for step, deployment in stats.get("deployments", {}).items():
+                users.setdefault((stats["engine"], deployment), []).append(f"{model}: {step}")
+        return tuple(tuple(one) for one in users.values() if len(one) > 1)
+
     def stats(self, model: str) -> Mapping[str, Any]:
         try:
             return self._session(model).stats()
@@ -482,7 +491,10 @@ def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:
 
 
 def _log_failure(model: str, error: WeftlineError) -> None:
-    _log.error("model %s could not be loaded: %s", model, error, extra={"traceback": traceback_of(error)})
+    """Log why a model could not be loaded: a line for each problem of its files."""
+    for one in error.problems if isinstance(error, PipelineError) else (error,):
+        why = ", ".join(line.strip() for line in str(one).splitlines())
+        _log.error("model %s could not be loaded: %s", model, why, extra={"traceback": traceback_of(error)})
 
 
 def _models(name: str, served: ServedPipeline) -> list[str]:

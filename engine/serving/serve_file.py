@@ -30,7 +30,7 @@ from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.check.validation import read
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.sharing import SharedPlan, groups_of
-from weftline.pipelines.spec.document import Document, hide_secrets, read_file
+from weftline.pipelines.spec.document import Document, hide_secrets, is_serve_file, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
 from weftline.pipelines.spec.single_step import exposed, exposing
@@ -95,11 +95,6 @@ def _beneath(folder: Path, value: Any) -> Any:
         fields = dataclasses.fields(value)
         return replace(value, **{one.name: _beneath(folder, getattr(value, one.name)) for one in fields})
     return value
-
-
-def is_serve_file(document: Document) -> bool:
-    """Return True for a serve file, False for a pipeline file."""
-    return isinstance(document.value, Mapping) and "pipelines" in document.value and "steps" not in document.value
 
 
 def to_text(config: ServeConfig) -> str:

@@ -55,11 +55,13 @@ class ServeOptions:
 
     grpc: 'host:port' or 'unix:PATH'.
     http: 'http://host:port', or https; '' without HTTP.
+    shared: the steps that use each node which several use, as `model: step`.
     """
 
     grpc: str
     http: str
     models: tuple[ModelState, ...]
+    shared: tuple[tuple[str, ...], ...] = ()
 
 
 async def serve(
@@ -148,7 +150,7 @@ class Server:
             ports = await self._frontends.start_ingress(IngressSpec("http", (HTTP,), config))
             scheme = "https" if config.tls is not None else "http"
             http_at = f"{scheme}://{_address(config.http.host, ports[HTTP])}"
-        return ServeOptions(grpc_at, http_at, self.backend.index())
+        return ServeOptions(grpc_at, http_at, self.backend.index(), self.backend.shared())
 
     async def drain(self, grace_s: float) -> None:
         """Report not ready, refuse new work, and let open requests finish for at most `grace_s` seconds."""

@@ -10,6 +10,7 @@ from weftline.pipelines.placement.budget import budget_lines
 from weftline.pipelines.placement.gpu_assignment import work_rows
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedStep
+from weftline.pipelines.placement.sharing import SharedPlan
 from weftline.pipelines.placement.transfers import device_wires, hop_rows
 from weftline.pipelines.spec.graph import Input
 from weftline.pipelines.spec.wire import Wire
@@ -58,6 +59,33 @@ def explain_text(plan: Plan) -> str:
         objective = f"99 % of answers within {plan.slo.latency_p99_ms:g} ms (slo.latency_p99_ms)"
         parts.append(f"Latency objective: {objective}")
     return "\n".join(parts) + "\n"
+
+
+def explain_shared(shared: SharedPlan) -> str:
+    """Return what pipelines load together as text: each deployment with the steps that use it, processes and memory."""
+    plan = shared.plan
+    used = users(shared)
+    rows = [
+        [[step.name], [subtitle(step)], [", ".join(plan.workers[one].name for one in step.workers)], list(used[at])]
+        for at, step in enumerate(plan.steps)
+        if not step.control
+    ]
+    parts = ["Loaded once for all of its users", *_table(rows, ("name", "node", "worker", "used by"))]
+    parts += ["", "Workers, one process each", *_workers(plan)]
+    for budget in plan.budgets:
+        parts += ["", f"Memory of {budget.device}", *(f"  {line}" for line in budget_lines(budget))]
+    parts += ["", *_memory(plan)]
+    return "\n".join(parts) + "\n"
+
+
+def users(shared: SharedPlan) -> list[list[str]]:
+    """Return the steps that use each deployment, as `pipeline: step`."""
+    found: list[list[str]] = [[] for _ in shared.plan.steps]
+    for name, program in shared.programs.items():
+        for step, at in zip(program.plan.steps, program.deployments, strict=True):
+            if at >= 0 and not step.control:
+                found[at].append(f"{name}: {step.name}")
+    return found
 
 
 def explain_mermaid(plan: Plan) -> str:

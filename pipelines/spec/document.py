@@ -351,3 +351,8 @@ def _join(path: str, key: str) -> str:
     """Return the path of `key` under `path`; long keys are shortened for display."""
     key = key if len(key) <= 80 else key[:77] + "..."
     return f"{path}.{key}" if path and key else path or key
+
+
+def is_serve_file(document: Document) -> bool:
+    """Return True for a serve file, False for a pipeline file."""
+    return isinstance(document.value, Mapping) and "pipelines" in document.value and "steps" not in document.value

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from weftline.cli.options import Gpus, NoImport, PipelineFiles
-from weftline.cli.plan import counted, machine_of
+from weftline.cli.plan import assembled, counted, machine_of
 from weftline.engine.flags import Flag
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.user_code import without_imports
@@ -19,6 +19,7 @@ from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.spec.document import is_serve_file, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
 
@@ -65,11 +66,14 @@ def check(options: CheckOptions) -> int:
 
 
 def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
-    """Return a line about a valid pipeline, then its notes; PipelineError lists every problem.
+    """Return a line about a valid pipeline or serve file, then its notes; PipelineError lists every problem.
 
     file_only: do not check devices and memory of this machine.
     gpus:      check for this machine with other GPUs, such as '2:141GiB'.
     """
+    if is_serve_file(read_file(file)):
+        served = assembled([file], None, gpus)
+        return f"{file}: ok ({counted(len(served.config.pipelines), 'pipeline')})"
     pipeline = load_file(file)
     notes = remarks(pipeline)
     if file_only:

@@ -89,6 +89,20 @@ def test_plan_shows_steps_and_cores(weft, write) -> None:
     assert "of 7" in ended.out
 
 
+def test_plan_and_check_of_a_serve_file_show_what_is_shared(weft, write, tmp_path: Path) -> None:
+    first = Path(write(CHAIN))
+    (first.parent / "two.yaml").write_text(first.read_text())
+    serve = first.parent / "serve.yaml"
+    serve.write_text(f"pipelines: {{one: {{file: {first.name}, expose: [a]}}, two: two.yaml}}\n")
+    shown = weft("plan", str(serve)).out
+    assert "Loaded once for all of its users" in shown and shown.count(" a: a") == 0
+    assert all(user in shown for user in ("one: a", "one.a: a", "two: a"))
+    assert "ok (2 pipelines)" in weft("check", str(serve)).out
+    (first.parent / "two.yaml").write_text("weftline: 1\n")
+    assert "two.yaml" in weft("check", str(serve)).err
+    assert weft("plan", str(serve), "--svg").code != 0
+
+
 def test_plan_and_check_accept_simulated_gpus(weft, write) -> None:
     file = write(CHAIN.replace("a: {node: echo", "a: {node: echo, device: 'cuda:1', device_bytes: 2147483648"))
     assert weft("check", file, "--gpus", "2:24GiB").code == 0

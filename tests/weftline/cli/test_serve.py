@@ -360,6 +360,23 @@ def test_it_does_not_listen_beyond_this_machine_unguarded(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_pipeline_that_fails_leaves_the_others_and_strict_none(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(PIPELINE.format(name="bad", delay_ms=0).replace("echo", "unknown"))
+    words = ("shout.yaml", "bad.yaml", "--port", "0", "--http-port", "0", "--expose", "shout.say")
+    with serving(folder, *words) as it:
+        it.wait_up()
+        wait_until(lambda: "bad.yaml:5" in it.err, "the reason in the log")
+        assert it.status("/readyz") == 200
+        with it.client() as client:
+            assert client.is_server_ready() and not client.is_model_ready("bad")
+            assert ask(client, "hello").lower().startswith("hello")
+        status = weftline(folder, "status", "--url", it.grpc)
+        assert status.returncode == 6 and "bad.yaml:5" in status.stdout
+    strict = weftline(folder, "serve", *words, "--strict")
+    assert strict.returncode == 2 and "bad.yaml:5" in strict.stderr
+
+
+@pytest.mark.slow
 def test_every_problem_is_reported_before_anything_starts(folder: Path) -> None:
     (folder / "serve.yaml").write_text("pipelines:\n  a: none.yaml\n  b: {file: shout.yaml, expose: [sya]}\n")
     ended = weftline(folder, "serve", "serve.yaml", "--tokens", "none")
