@@ -310,7 +310,7 @@ class Repository:
             if refused is not None:
                 raise refused
             if serving is not None:
-                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress)
+                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress, beside=self._beside)
             else:
                 session = self._first(name, source, progress, begun)
                 with self._lock:
@@ -333,14 +333,17 @@ class Repository:
     def _first(self, name: str, source: Source, progress: Progress | None, begun: Version | None) -> Session:
         """Return the session of a name that does not serve yet: over what another has loaded where that suffices."""
         if begun is None:
-            graph = graph_of(source)
-            with self._lock:
-                sessions = [one.session for one in self._names.values() if one.session is not None]
-            found = (one.begin_beside(graph) for one in sessions)
-            begun = next((version for version in found if version is not None), None)
+            begun = self._beside(graph_of(source), 1)
         if begun is None:
             return load(source, self._machine).session(progress, name=name, gpus=self._gpus)
         return Session(begun.plan, progress, self._machine, name=name, gpus=self._gpus, first=begun)
+
+    def _beside(self, pipeline: Pipeline, number: int) -> Version | None:
+        """Start a version over what a session has loaded; None where none has all it needs."""
+        with self._lock:
+            sessions = [one.session for one in self._names.values() if one.session is not None]
+        found = (one.begin_beside(pipeline, number) for one in sessions)
+        return next((version for version in found if version is not None), None)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -189,6 +189,7 @@ class Session:
         timeout_s: float | None = None,
         drain_s: float = DRAIN_S,
         progress: Progress | None = None,
+        beside: Callable[[Pipeline, int], Version | None] = lambda pipeline, number: None,
     ) -> int:
         """Open a new version, switch to it, end the old one, and return the new one's number.
 
@@ -200,8 +201,9 @@ class Session:
         timeout_s: longest wait for the new version to open; None: no limit.
         drain_s:   time for requests to finish in the old version; then they are cancelled.
         progress:  as for `open`.
+        beside:    for a repository: starts the version over what another session has loaded, if that has all it needs.
         """
-        return self._versions.reload(pipeline, timeout_s, drain_s, progress)
+        return self._versions.reload(pipeline, timeout_s, drain_s, progress, beside)
 
     def __enter__(self) -> Session:
         return self
@@ -358,10 +360,10 @@ class Session:
         """
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
-    def begin_beside(self, pipeline: Pipeline) -> Version | None:
-        """Start the first version of another session over what this one has loaded; None where it needs more."""
+    def begin_beside(self, pipeline: Pipeline, number: int = 1) -> Version | None:
+        """Start a version of another session over what this one has loaded; None where it needs more."""
         current = self._versions.current
-        return begin_over(current.engine, pipeline, self._versions.machine, 1) if current is not None else None
+        return begin_over(current.engine, pipeline, self._versions.machine, number) if current is not None else None
 
     # health and figures
 

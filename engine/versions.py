@@ -163,14 +163,18 @@ class Versions:
         timeout_s: float | None,
         drain_s: float,
         progress: Progress | None,
+        beside: Callable[[Pipeline, int], Version | None] = lambda pipeline, number: None,
     ) -> int:
-        """Open the next version, switch to it, end the old one, and return its number; see Session.reload."""
+        """Open the next version, switch to it, end the old one, and return its number; see Session.reload.
+
+        beside: starts the version of a number over what another session has loaded; None where that does not suffice.
+        """
         with self._reloading:
             current = self.current
             self._check_not_closed()
             if current is None:
                 raise not_open()
-            old = self._switch(lambda: self._next_version(current, pipeline, progress), timeout_s)
+            old = self._switch(lambda: self._next_version(current, pipeline, progress, beside), timeout_s)
             number = self.current.number if self.current is not None else 0
             try:
                 if old is not None:
@@ -212,12 +216,20 @@ class Versions:
         finally:
             self.opening = None
 
-    def _next_version(self, current: Version, pipeline: Source | PlannedPipeline, progress: Progress | None) -> Version:
+    def _next_version(
+        self,
+        current: Version,
+        pipeline: Source | PlannedPipeline,
+        progress: Progress | None,
+        beside: Callable[[Pipeline, int], Version | None],
+    ) -> Version:
         """Start the next version: over what is loaded where that suffices, else in an engine of its own."""
         number = current.number + 1
         source = pipeline.graph if isinstance(pipeline, PlannedPipeline) else graph_of(pipeline)
         machine = (pipeline.machine if isinstance(pipeline, PlannedPipeline) else None) or self.machine
         over = begin_over(current.engine, source, machine, number) if source is not None else None
+        if over is None and source is not None:
+            over = beside(source, number)
         if over is not None:
             return over
         new = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline.of(graph_of(pipeline), machine)

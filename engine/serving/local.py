@@ -170,7 +170,7 @@ class LocalBackend:
                         raise
             done = await self._load_together(models, first_error=self._strict)
             self._progress = None
-            failed |= {name: done[name] for name in wanted if isinstance(done.get(name), WeftlineError)}
+            failed |= {name: why for name, why in done.items() if name in wanted and isinstance(why, WeftlineError)}
             if failed and not any(isinstance(one, int) for one in done.values()):
                 raise _all_of(list(failed.values()))
             for model, outcome in {**done, **failed}.items():
@@ -178,8 +178,8 @@ class LocalBackend:
                     _log_failure(model, outcome)
                 else:
                     _log.info("model %s: version %d serves", model, outcome)
-            for name, error in failed.items():
-                await self._fail(name, wanted[name], error, done)
+            for name, why in failed.items():
+                await self._fail(name, wanted[name], why, done)
 
     async def _fail(
         self, name: str, one: ServedPipeline, error: WeftlineError, done: Mapping[str, int | WeftlineError]

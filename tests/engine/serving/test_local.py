@@ -238,6 +238,28 @@ def test_loading_again_raises_the_version_and_unloading_ends_it(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_reload_loads_what_changed_once_for_all_that_share_it(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+
+            def loaded() -> list[frozenset[tuple[str, int]]]:
+                return [one.loaded() for one in models.sessions().values()]
+
+            first = loaded()
+            assert first[0] == first[1] and len(first[0]) == 1, "the exposed step shares"
+            (tmp_path / "tensors.yaml").write_text(TENSORS.replace("deadline_ms: 5000", "deadline_ms: 4000"))
+            assert await models.load("tensors") == 2
+            assert loaded() == first, "no model is touched"
+            (tmp_path / "tensors.yaml").write_text(TENSORS.replace("node: echo,", "node: echo, delay_ms: 1,"))
+            assert await models.load("tensors") == 3
+            then = loaded()
+            assert then[0] == then[1] != first[0], "loaded anew, and once"
+            assert [one.version for one in models.index()] == [3, 3]
+
+    run(go())
+
+
+@pytest.mark.slow
 def test_only_what_the_operator_named_can_be_loaded(tmp_path: Path) -> None:
     async def go() -> None:
         async with backend(tmp_path, tensors=TENSORS) as models:
