@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -30,6 +31,18 @@ class Decoder(Protocol):
     def push(self, token: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenName:
+    """Name of a token in lists of log-probabilities.
+
+    text: its text; bytes that are no character by themselves are written as \\xf0; of a control token its name.
+    data: its bytes; None for a control token that is left out of texts.
+    """
+
+    text: str
+    data: bytes | None
 
 
 class TokenTexts(dict[int, str | bytes]):
@@ -68,6 +81,10 @@ class BytesDecoder:
         if text.__class__ is not str or self._held:
             text = self._join(text.encode() if isinstance(text, str) else text, final=False)
         return self._strip(text) if self._strips and text else text
+
+    def bytes_of(self, token: int) -> bytes:
+        text = self._texts[token]
+        return text if isinstance(text, bytes) else text.encode()
 
     def finish(self) -> str:
         text = self._join(b"", final=True)

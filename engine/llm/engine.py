@@ -396,6 +396,8 @@ class Engine:
         if request.prompt_logprobs:
             update.prompt_logprobs, request.prompt_logprobs = tuple(request.prompt_logprobs), []
         if update.finish is not None:
+            if sequence.params.tokens_max == 0:  # the prompt alone was asked for
+                update.tokens, update.completion_tokens = (), 0
             self._leave(request, sequence, "finish")
             update.last = not request.sequences
         return update

@@ -299,7 +299,8 @@ class Llm(StreamNode):
         except WeftlineError as error:
             self._refuse(asked.item, error)
         else:
-            self._outputs[asked.item] = RequestOutput(prepared.params.n, words.decode, prepared.syntax)
+            name = partial(words.name_of, control=not prepared.params.skip_special_tokens)
+            self._outputs[asked.item] = RequestOutput(prepared.params.n, name, prepared.syntax, prepared.prompt[0])
 
     def _refuse(self, item: int, error: WeftlineError) -> None:
         self._counters.failed += 1

@@ -8,13 +8,12 @@ the updates of all answers of one request.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
 from weftline.engine.llm.answer_parser import AnswerParser, AnswerParts
 from weftline.engine.llm.answer_syntax import AnswerSyntax
-from weftline.engine.llm.detokenizer import TextStream
+from weftline.engine.llm.detokenizer import TextStream, TokenName
 from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
@@ -30,6 +29,7 @@ class SequenceOutput:
 
     def __init__(self, sequence: Sequence, ends: frozenset[int], text: TextStream | None, echo: str = "") -> None:
         params = sequence.params
+        self._empty = params.tokens_max == 0
         self._stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else ends)
         self._text = text
         self._echo = echo
@@ -41,7 +41,7 @@ class SequenceOutput:
 
         `finish` is already 'stop' where a constraint permits nothing after the last token.
         """
-        if len(update.tokens) != 1 or update.finish is not None or self._echo or update.tokens[0] in self._stops:
+        if len(update.tokens) != 1 or update.finish or self._echo or self._empty or update.tokens[0] in self._stops:
             self.add_all(update)
             return
         self._known += 1  # nearly all rounds add one token that ends nothing
@@ -57,6 +57,9 @@ class SequenceOutput:
     def add_all(self, update: TokenUpdate) -> None:
         """Do the same for any number of tokens, stop tokens and echoed prompts included."""
         text, self._echo = self._echo, ""
+        if self._empty:
+            update.text, update.finish, update.logprobs = text, "length", ()
+            return
         finish = None
         for count, token in enumerate(update.tokens, start=1):
             self._known += 1
@@ -98,16 +101,22 @@ class _Answer:
 class RequestOutput:
     """Answers of one request.
 
-    decode: token ids to text, for the names of tokens with log-probabilities.
+    name:   name and bytes of a token, for log-probabilities.
     syntax: notation of reasoning and tool calls; None: all text is content.
+    first:  first token of the prompt, which has no log-probability.
     """
 
     def __init__(
-        self, count: int, decode: Callable[[SequenceOf[int]], str], syntax: AnswerSyntax | None = None
+        self,
+        count: int,
+        name: Callable[[int], TokenName],
+        syntax: AnswerSyntax | None = None,
+        first: int = 0,
     ) -> None:
         parsers = [None if syntax is None else AnswerParser(syntax, index) for index in range(count)]
         self._answers = [_Answer(parser) for parser in parsers]
-        self._decode = decode
+        self._name = name
+        self._first = first
         self._forced = syntax is not None and syntax.forced
         self._prompt: tuple[SampledToken, ...] = ()
         self._latest = _EMPTY  # of any answer
@@ -122,21 +131,24 @@ class RequestOutput:
         """Return whether any update was added."""
         return self._latest is not _EMPTY
 
-    def add(self, update: TokenUpdate) -> dict[str, str]:
-        """Add an update; return the texts that it adds to the streamed outputs."""
+    def add(self, update: TokenUpdate) -> dict[str, Any]:
+        """Add an update; return what it adds to the streamed outputs."""
         answer = self._answers[update.index]
         answer.latest = self._latest = update
+        scored: dict[str, Any] = {}
         if update.logprobs:
             answer.logprobs += update.logprobs
+            scored = {"logprobs": list(map(self._token, update.logprobs))} if self.streams else {}
         if update.prompt_logprobs:
             self._prompt = update.prompt_logprobs
         if answer.parser is None:
             if not update.text:
-                return {}
+                return scored
             answer.texts.append(update.text)
-            return {"text": update.text}
+            return {**scored, "text": update.text}
         added = answer.parser.push(update.text, final=update.finish is not None)
-        return {name: text for name, text in (("text", added.content), ("reasoning", added.reasoning)) if text}
+        texts = {name: text for name, text in (("text", added.content), ("reasoning", added.reasoning)) if text}
+        return {**scored, **texts}
 
     def outputs(self) -> dict[str, Any]:
         """Return the step's outputs: parts and usage of the first answer, and all answers."""
@@ -153,12 +165,13 @@ class RequestOutput:
             usage["accepted_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)
         answers = [self._to_json(index, answer) for index, answer in enumerate(self._answers)]
         if self._prompt:
-            answers[0]["prompt_logprobs"] = [None, *map(self._token, self._prompt)]
+            answers[0]["prompt_logprobs"] = [self._unscored(self._first), *map(self._token, self._prompt)]
         return {
             "text": parts.content,
             "reasoning": parts.reasoning,
             "tool_calls": list(parts.calls),
             "usage": usage,
+            "logprobs": answers[0].get("logprobs", []),
             "answers": answers,
         }
 
@@ -180,5 +193,12 @@ class RequestOutput:
         return body
 
     def _token(self, one: SampledToken) -> dict[str, Any]:
-        top = [{"id": token, "token": self._decode([token]), "logprob": logprob} for token, logprob in one.top]
-        return {"id": one.token, "token": self._decode([one.token]), "logprob": one.logprob, "top": top}
+        top = [self._named(token) | {"logprob": logprob} for token, logprob in one.top]
+        return self._named(one.token) | {"logprob": one.logprob, "top": top}
+
+    def _unscored(self, token: int) -> dict[str, Any]:
+        return self._named(token) | {"logprob": None, "top": []}
+
+    def _named(self, token: int) -> dict[str, Any]:
+        name = self._name(token)
+        return {"id": token, "token": name.text, "bytes": None if name.data is None else list(name.data)}

@@ -36,8 +36,9 @@ Answers = Annotated[int, Meta(ge=1, le=64)]
 class SamplingParams:
     """Sampling options and stop conditions of one answer. InputError lists the fields that are out of range."""
 
-    tokens_max: Annotated[int, Meta(ge=1, le=1 << 20)] = 128
-    """Most tokens of the answer; it also ends where the model's context does."""
+    tokens_max: Annotated[int, Meta(ge=0, le=1 << 20)] = 128
+    """Most tokens of the answer; it also ends where the model's context does. 0 scores the prompt alone, with echo or
+    prompt_logprobs."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """0 always takes the likeliest token; 1 draws from the model's own distribution."""
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
@@ -77,7 +78,7 @@ class SamplingParams:
     logprobs: Logprobs | None = None
     """Return each chosen token's log-probability, and those of so many likeliest ones; before any option above."""
     prompt_logprobs: Logprobs | None = None
-    """The same for every token of the prompt but the first."""
+    """The same for every token of the prompt; the first one has none."""
     echo: bool = False
     """The answer begins with the prompt's text."""
     skip_special_tokens: bool = True
@@ -95,6 +96,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self, "sampling.")
+        if self.tokens_max == 0 and not self.echo and self.prompt_logprobs is None:
+            raise sampling_error("tokens_max", "found 0, expected at least 1, or echo or prompt_logprobs beside it")
         if self.tokens_min > self.tokens_max:
             expected = f"expected at most tokens_max, which is {self.tokens_max}"
             raise sampling_error("tokens_min", f"found {self.tokens_min}, {expected}")

@@ -31,6 +31,7 @@ def answer_outputs(reasoning: str = "the text between <think> and </think>") -> 
         port("reasoning", "text", pieces=True, about=reasoning),
         port("tool_calls", "json", about="the calls of tools: [{id, type, function: {name, arguments}}, ...]"),
         port("usage", "json", about="prompt, completion and cached tokens, and finish_reason"),
+        port("logprobs", "json", pieces=True, about="tokens of the answer with log-probabilities, if requested"),
         port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
     )
 

@@ -147,7 +147,7 @@ def to_sequences(
         found = f"found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it"
         raise InputError(f"prompt: {found}", param="prompt")
     known = check_tokens(prompt, vocabulary)
-    limit = len(known) if options.pool else min(len(known) + params.tokens_max, context_max)
+    limit = len(known) if options.pool else min(len(known) + max(params.tokens_max, 1), context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed
     rotary = RotaryPositions(options.images) if any(image.grid for image in options.images) else None
     images = tuple(image.without_pixels() for image in options.images)  # a sequence lives longer than they are needed

@@ -23,7 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weftline.engine.llm.detokenizer import BytesDecoder, Decoder, TextStream, TokenTexts, WindowDecoder, token_texts
+from weftline.engine.llm.detokenizer import (
+    BytesDecoder,
+    Decoder,
+    TextStream,
+    TokenName,
+    TokenTexts,
+    WindowDecoder,
+    token_texts,
+)
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
@@ -64,6 +72,7 @@ class Tokens:
         self._folds = any(added[id].normalized for id in control)
         self._special_ids = frozenset(id for id, token in added.items() if token.special)
         self._texts: dict[bool, TokenTexts | None] = {}  # of single tokens, without control tokens and with them
+        self._names: dict[tuple[int, bool], TokenName] = {}
         self._alone: dict[bool, dict[int, str]] = {}  # the same, where a token's text depends on its neighbours
         self.image_token = ""  # placeholder of a picture, for a model with pictures
         self.video_token = ""  # of a video
@@ -213,6 +222,27 @@ class Tokens:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, control tokens left out."""
         return self._decoder()(ids)
+
+    def name_of(self, id: int, control: bool = False) -> TokenName:
+        """Return the name and bytes of a token. control: names of control tokens are part of the text."""
+        key = id, control
+        if key not in self._names:
+            if id in self._special_ids:
+                name = self.tokenizer.added_tokens_decoder[id].content
+                self._names[key] = TokenName(name, name.encode() if control else None)
+            else:
+                data = self._bytes_of(id)
+                self._names[key] = TokenName(data.decode("utf-8", "backslashreplace"), data)
+        return self._names[key]
+
+    def _bytes_of(self, id: int) -> bytes:
+        """Return the bytes of a token inside a text."""
+        decoder = self._incremental(control=True)
+        if isinstance(decoder, BytesDecoder):
+            return decoder.bytes_of(id)
+        decode = self._decoder(control=True)  # behind itself, for the space that a token has at its beginning
+        before = decode([id])
+        return decode([id, id])[len(before) :].encode()
 
     def _incremental(self, control: bool) -> Decoder:
         if control not in self._texts:

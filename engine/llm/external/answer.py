@@ -58,6 +58,7 @@ class TokenLogprob(msgspec.Struct):
 
     token: str
     logprob: float
+    bytes: list[int] | None = None
     top_logprobs: list[TokenLogprob] | None = None
 
 
@@ -111,21 +112,22 @@ class _Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
 
-    def add(self, new: ChunkChoice) -> dict[str, str]:
-        """Add new parts; return the new text and reasoning."""
+    def add(self, new: ChunkChoice) -> dict[str, Any]:
+        """Add new parts; return the new log-probabilities, text and reasoning."""
         delta = new.delta or Delta()
         text, thought = delta.content or "", delta.reasoning_content or delta.reasoning or ""
         self.texts += [text] if text else []
         self.reasoning += [thought] if thought else []
         for call in delta.tool_calls or ():
             self._add_call(call)
-        if new.logprobs is not None:
-            self.logprobs += new.logprobs.content or ()
+        scored = (new.logprobs.content if new.logprobs is not None else None) or []
+        self.logprobs += scored
         if new.finish_reason is not None:
             if new.finish_reason in ABORTED:
                 raise InvalidAnswer(f"the server ended the answer with {new.finish_reason}")
             self.finish = FINISHED.get(new.finish_reason, "stop")
-        return ({"text": text} if text else {}) | ({"reasoning": thought} if thought else {})
+        found = {"logprobs": list(map(_scored, scored)), "text": text, "reasoning": thought}
+        return {name: one for name, one in found.items() if one}
 
     def _add_call(self, new: CallDelta) -> None:
         index = max(0, len(self.calls) - 1) if new.index is None else new.index
@@ -145,7 +147,7 @@ class _Choice:
         if self.calls:
             body["tool_calls"] = list(self.calls.values())
         if logprobs:
-            body["logprobs"] = [_token(one) | {"top": [*map(_token, one.top_logprobs or ())]} for one in self.logprobs]
+            body["logprobs"] = list(map(_scored, self.logprobs))
         return body
 
 
@@ -163,7 +165,7 @@ class ExternalAnswer:
         """True when every answer has its finish reason; the counts of tokens may follow."""
         return all(one.finish is not None for one in self._choices)
 
-    def add(self, event: bytes) -> dict[str, str]:
+    def add(self, event: bytes) -> dict[str, Any]:
         """Add an event; return new data of the streamed outputs. InvalidAnswer: it is no valid chunk, or an error."""
         try:
             chunk = _DECODER.decode(event)
@@ -172,7 +174,7 @@ class ExternalAnswer:
         if chunk.error is not None:
             raise InvalidAnswer(f"the server reported an error: {chunk.error}")
         self._usage = chunk.usage or self._usage
-        new: dict[str, str] = {}
+        new: dict[str, Any] = {}
         for choice in chunk.choices or ():
             if not 0 <= choice.index < len(self._choices):
                 raise InvalidAnswer(f"an answer with the index {choice.index} of {len(self._choices)}")
@@ -194,9 +196,14 @@ class ExternalAnswer:
                 "cached_tokens": details.cached_tokens if details is not None else None,
                 "finish_reason": first.finish,
             },
+            "logprobs": list(map(_scored, first.logprobs)) if self._logprobs else [],
             "answers": [one.to_json(index, self._logprobs) for index, one in enumerate(self._choices)],
         }
 
 
 def _token(one: TokenLogprob) -> dict[str, Any]:
-    return {"token": one.token, "logprob": one.logprob}
+    return {"token": one.token, "bytes": one.bytes, "logprob": one.logprob}
+
+
+def _scored(one: TokenLogprob) -> dict[str, Any]:
+    return _token(one) | {"top": [*map(_token, one.top_logprobs or ())]}

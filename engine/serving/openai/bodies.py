@@ -230,6 +230,11 @@ class GenerationBody(OpenAiBody, frozen=True, kw_only=True):
         return False
 
     @property
+    def echoed(self) -> bool:
+        """True if the text begins with the prompt."""
+        return False
+
+    @property
     def top_logprobs_count(self) -> int | None:
         """Number of likeliest tokens listed with each token; None: no log-probabilities."""
         raise NotImplementedError
@@ -329,11 +334,16 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: Logprobs | None = None
 
     @property
+    def echoed(self) -> bool:
+        return bool(self.echo)
+
+    @property
     def top_logprobs_count(self) -> int | None:
         return self.logprobs
 
     def sampling(self) -> dict[str, Any]:
-        return super().sampling() | ({"echo": True} if self.echo else {})
+        scored = {} if self.logprobs is None else {"prompt_logprobs": self.logprobs}
+        return super().sampling() | ({"echo": True, **scored} if self.echo else {})
 
 
 CUTS: Mapping[Any, str] = {True: "end", False: "error", "END": "end", "START": "start", "NONE": "error"}

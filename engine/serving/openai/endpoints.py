@@ -152,7 +152,7 @@ class GenerationEndpoint(Endpoint, ABC):
         completion, caller = self._completion(body, ports), caller_of(request).name
         with body.naming_fields():
             if body.stream:
-                texts = [name for name in (ports.output, ports.reasoning) if name]
+                texts = [name for name in (ports.output, ports.reasoning, self._streamed_logprobs(body, ports)) if name]
                 text = await self._text(request, asks[0], *texts)
                 ending = partial(self._context.json.ending, caller=caller)
                 return EventStream(chunks(body, completion, text, ending))
@@ -163,7 +163,13 @@ class GenerationEndpoint(Endpoint, ABC):
         kind = self.format.chunk_object if body.stream else self.format.object
         header = AnswerHeader(kind, body.model, int(self._context.now_s()))
         logprobs = body.top_logprobs_count is not None
-        return Completion(header, ports, isinstance(self.format, ChatFormat), logprobs, body.n, body.usage_in_stream)
+        chat = isinstance(self.format, ChatFormat)
+        return Completion(header, ports, chat, logprobs, body.n, body.usage_in_stream, body.echoed)
+
+    def _streamed_logprobs(self, body: GenerationBody, ports: AnswerPorts) -> str | None:
+        """Return the output with log-probabilities as tokens arrive. Those of an echoed prompt come at the end."""
+        single = body.stream and body.n == 1 and not body.echoed
+        return ports.logprobs if single and body.top_logprobs_count is not None else None
 
     def _asks(
         self, request: Request, body: GenerationBody, ports: AnswerPorts, inputs: Sequence[Mapping[str, Any]]
@@ -179,7 +185,8 @@ class GenerationEndpoint(Endpoint, ABC):
         answers = answers_output(body, ports.answers)
         if body.has_tools and ports.tool_calls is None:
             answers = ports.answers  # which have the calls too
-        wanted = [ports.output, ports.reasoning, ports.usage, ports.tool_calls, answers]
+        scored = self._streamed_logprobs(body, ports)
+        wanted = [ports.output, ports.reasoning, scored, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
         asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
         caller_of(request).spend(len(asks) * body.n - 1)
@@ -213,9 +220,9 @@ class Completions(GenerationEndpoint):
 
 
 class StreamedText:
-    """Streamed outputs of text, and the complete values of all outputs. texts: names of the former.
+    """Streamed outputs, and the complete values of all outputs. texts: names of the former.
 
-    sent:    characters of each of the former that were yielded.
+    sent:    characters, or log-probabilities, of each of the former that were yielded.
     outputs: the latter; large json is Packed.
     """
 
@@ -227,8 +234,8 @@ class StreamedText:
         self.sent = dict.fromkeys(texts, 0)
         self.outputs: dict[str, Any] = {}
 
-    async def deltas(self) -> AsyncGenerator[tuple[str, str], None]:
-        """Yield (output, text) as the texts grow. Closes the stream."""
+    async def deltas(self) -> AsyncGenerator[tuple[str, Any], None]:
+        """Yield (output, text) as the texts grow, or (output, log-probabilities). Closes the stream."""
         try:
             chunk = self._first
             while chunk is not None:
@@ -250,13 +257,20 @@ async def chunks(
     body: GenerationBody, completion: Completion, text: StreamedText, ending: Ending
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a streamed answer: its text, and its ending."""
-    common, format = completion.common, completion.format
+    common, format, ports = completion.common, completion.format, completion.ports
+    scored: list[Any] = []  # tokens whose text has not come yet
     with body.naming_fields():
         async with contextlib.aclosing(text.deltas()) as deltas:
             for choice in format.opening():
                 yield event(common | {"choices": [choice]})
             async for output, delta in deltas:
-                yield event(common | {"choices": [format.delta(delta, output == completion.ports.reasoning)]})
+                if output == ports.logprobs:
+                    scored += delta
+                    continue
+                yield event(common | {"choices": [format.delta(delta, output == ports.reasoning, scored)]})
+                scored = []
+    if scored and ports.logprobs:
+        text.sent[ports.logprobs] -= len(scored)
     for one in await ending(completion, text.outputs, text.sent):
         yield event(msgspec.Raw(one))
     yield DONE

@@ -45,6 +45,7 @@ class AnswerPorts:
     answers: str | None
     tool_calls: str | None = None
     reasoning: str | None = None
+    logprobs: str | None = None
     template: str | None = None
 
 
@@ -132,6 +133,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         messages=messages,
         prompt=prompt,
         reasoning=_output(info, "reasoning", "text"),
+        logprobs=_output(info, "logprobs", "json"),
         template=_input(info, "template", "json"),
         tools=_input(info, "tools", "json"),
         tool_choice=_input(info, "tool_choice", "json"),
@@ -222,6 +224,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
         usage=_output(info, "usage", "json"),
         answers=_output(info, "answers", "json"),
         prompt=prompt,
+        logprobs=_output(info, "logprobs", "json"),
         template=_input(info, "template", "json"),
         overflow=_input(info, "overflow", "json"),
     )

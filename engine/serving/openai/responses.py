@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import codecs
 import json
 import math
 import secrets
@@ -99,14 +99,20 @@ def finish_of(usage: object, tool_calls: object = None) -> str:
     return found
 
 
-def choices_of(outputs: Mapping[str, Any], ports: AnswerPorts, logprobs: bool, first: int) -> list[Choice]:
+def choices_of(
+    outputs: Mapping[str, Any], ports: AnswerPorts, logprobs: bool, first: int, echo: bool = False
+) -> list[Choice]:
     """Return the answers in a model's outputs.
 
     logprobs: True if the request asked for them.
     first:    index of the first answer.
+    echo:     True if answers begin with the prompt, whose tokens come first then.
     """
     several = outputs.get(ports.answers) if ports.answers else None
     answers = several if isinstance(several, list) and several else [{}]
+    if echo and logprobs:
+        prompt = answers[0].get("prompt_logprobs") or []
+        answers = [{**one, "logprobs": [*prompt, *(one.get("logprobs") or ())]} for one in answers]
     if len(answers) > 1:
         return [_choice(first + place, one, logprobs) for place, one in enumerate(answers)]
     [one] = answers  # a later step may have changed its parts on their way to the outputs
@@ -148,11 +154,14 @@ class Format(Protocol):
     def opening(self) -> list[dict[str, Any]]:
         """Return what the chunks of a stream begin with."""
 
-    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
-        """Return more text of the first answer, or more of its reasoning."""
+    def delta(self, text: str, reasoning: bool, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return more text of the first answer, or more of its reasoning, with the log-probabilities of its tokens."""
 
-    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
-        """Return the end of an answer. rest, reasoning_rest: its text and reasoning that were not streamed."""
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str, scored: int) -> list[dict[str, Any]]:
+        """Return the end of an answer.
+
+        rest, reasoning_rest: its text and reasoning that were not streamed.   scored: tokens that were.
+        """
 
 
 class ChatFormat:
@@ -167,22 +176,24 @@ class ChatFormat:
             message |= {"tool_calls": list(choice.tool_calls), "content": choice.text or None}
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
-        logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs is not None else None
+        logprobs = chat_logprobs_json(spoken(choice)) if choice.logprobs is not None else None
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def opening(self) -> list[dict[str, Any]]:
         return [_chat_delta(0, {"role": "assistant", "content": ""})]
 
-    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
-        return _chat_delta(0, {"reasoning_content" if reasoning else "content": text})
+    def delta(self, text: str, reasoning: bool, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        scores = chat_logprobs_json(logprobs) if logprobs else None
+        return _chat_delta(0, {"reasoning_content" if reasoning else "content": text}, scores)
 
-    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str, scored: int) -> list[dict[str, Any]]:
         index, deltas = choice.index, []
         role = {"role": "assistant"} if index else {}
         if reasoning_rest:
             deltas.append(_chat_delta(index, role | {"reasoning_content": reasoning_rest}))
-        if rest or choice.logprobs:
-            logprobs = chat_logprobs_json(choice.logprobs) if choice.logprobs else None
+        tokens = spoken(choice)[scored:]
+        if rest or tokens:
+            logprobs = chat_logprobs_json(tokens) if tokens else None
             deltas.append(_chat_delta(index, role | {"content": rest}, logprobs))
         for place, call in enumerate(choice.tool_calls or ()):
             deltas += [_chat_delta(index, {"tool_calls": [piece]}) for piece in _call_pieces(place, call)]
@@ -194,18 +205,25 @@ class TextFormat:
 
     object = chunk_object = "text_completion"
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        logprobs = text_logprobs_json(choice.logprobs) if choice.logprobs is not None else None
+    def __init__(self) -> None:
+        self._offsets = TextOffsets()
+
+    def whole(self, choice: Choice, scored: int = 0) -> dict[str, Any]:
+        logprobs = None
+        if choice.logprobs is not None:
+            offsets = TextOffsets().add(choice.logprobs, choice.text)
+            logprobs = text_logprobs_json(choice.logprobs[scored:], offsets[scored:])
         return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def opening(self) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, text: str, reasoning: bool) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+    def delta(self, text: str, reasoning: bool, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        scores = text_logprobs_json(logprobs, self._offsets.add(logprobs, text)) if logprobs else None
+        return {"index": 0, "text": text, "logprobs": scores, "finish_reason": None}
 
-    def ending(self, choice: Choice, rest: str, reasoning_rest: str) -> list[dict[str, Any]]:
-        return [self.whole(choice) | {"text": rest}]
+    def ending(self, choice: Choice, rest: str, reasoning_rest: str, scored: int) -> list[dict[str, Any]]:
+        return [self.whole(choice, scored) | {"text": rest}]
 
 
 def _call_pieces(index: int, call: Any) -> list[Any]:
@@ -226,21 +244,78 @@ def chat_logprobs_json(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs_json(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the log-probabilities of a text_completion: columns instead of rows."""
-    names = [str(one.get("token", "")) for one in tokens]
-    offsets = list(itertools.accumulate(map(len, names), initial=0))[:-1]
+def text_logprobs_json(tokens: Sequence[Mapping[str, Any]], offsets: Sequence[int]) -> dict[str, Any]:
+    """Return the log-probabilities of a text_completion: columns instead of rows. The likeliest include the token."""
     return {
-        "tokens": names,
+        "tokens": list(map(_text_name, tokens)),
         "token_logprobs": [_logprob(one) for one in tokens],
-        "top_logprobs": [{str(t.get("token", "")): _logprob(t) for t in one.get("top", ())} for one in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [_likeliest(one) for one in tokens],
+        "text_offset": list(offsets),
     }
+
+
+def _likeliest(token: Mapping[str, Any]) -> dict[str, Any] | None:
+    if token.get("logprob") is None:  # the first token of a prompt
+        return None
+    found: dict[str, Any] = {}
+    for one in (*token.get("top", ()), token):
+        found.setdefault(_text_name(one), _logprob(one))
+    return found
+
+
+def _text_name(one: Mapping[str, Any]) -> str:
+    """Return the name of a token in a text_completion, where bytes that are no character are marked."""
+    data = one.get("bytes")
+    name = str(one.get("token", ""))
+    return f"bytes:{name}" if data and bytes(data).decode("utf-8", "ignore").encode() != bytes(data) else name
+
+
+class TextOffsets:
+    """Number of characters of a text before each of its tokens, which come in pieces."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0
+        self._begun = False
+
+    def add(self, tokens: Sequence[Mapping[str, Any]], text: str) -> list[int]:
+        """Return the offsets of `tokens`, whose text is `text`: of its first character where they are parts of one."""
+        offsets: list[int] = []
+        for one in tokens:
+            data = _bytes_of(one)
+            if data and not self._begun:  # some tokenizers drop the space before a text
+                self._begun = True
+                self._chars -= data.startswith(b" ") and not text.startswith(" ")
+            offsets.append(max(self._chars, 0))
+            self._chars += len(self._decoder.decode(data))
+        return offsets
+
+
+def spoken(choice: Choice) -> Sequence[Mapping[str, Any]]:
+    """Return the tokens of an answer without those behind its text, which ended it."""
+    tokens = choice.logprobs or ()
+    if choice.finish == "length":
+        return tokens
+    offsets = TextOffsets().add(tokens, choice.text)
+    whole = b"".join(map(_bytes_of, tokens)).decode("utf-8", "replace")
+    plain = not (choice.reasoning or choice.tool_calls) and whole.lstrip().startswith(choice.text.lstrip())
+    end = len(choice.text) if plain else len(whole)
+    kept = len(tokens)
+    while kept and (offsets[kept - 1] >= end or not _bytes_of(tokens[kept - 1])):
+        kept -= 1
+    return tokens[:kept]
+
+
+def _bytes_of(one: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a token in the text; none for a control token."""
+    found = one.get("bytes", one)
+    return str(one.get("token", "")).encode("utf-8", "replace") if found is one else bytes(found or ())
 
 
 def _token(one: Mapping[str, Any]) -> dict[str, Any]:
     token = str(one.get("token", ""))
-    return {"token": token, "logprob": _logprob(one), "bytes": list(token.encode("utf-8", "replace"))}
+    data = one.get("bytes", list(token.encode("utf-8", "replace")))
+    return {"token": token, "logprob": _logprob(one), "bytes": data}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +326,7 @@ class Completion:
     logprobs: the request asked for log-probabilities.
     n:        answers to each prompt.
     usage:    a stream ends with its usage.
+    echo:     texts begin with the prompt.
     """
 
     header: AnswerHeader
@@ -259,6 +335,7 @@ class Completion:
     logprobs: bool
     n: int
     usage: bool = False
+    echo: bool = False
 
     @property
     def format(self) -> Format:
@@ -275,21 +352,22 @@ class Completion:
         choices: list[dict[str, Any]] = []
         for place, outputs in enumerate(answers):
             usage += usage_of(outputs.get(self.ports.usage or ""))
-            choices += map(self.format.whole, choices_of(outputs, self.ports, self.logprobs, place * self.n))
+            choices += map(self.format.whole, choices_of(outputs, self.ports, self.logprobs, place * self.n, self.echo))
         return msgspec.json.encode(self.header.to_json(choices) | {"usage": usage.to_json()})
 
     def ending(self, outputs: Mapping[str, Any], sent: Mapping[str, int]) -> list[bytes]:
         """Return the last chunks of a stream, as JSON: the rest of each choice, and usage.
 
-        sent: characters of each output that were sent before.
+        sent: characters, or log-probabilities, of each output that were sent before.
         """
         chunks: list[dict[str, Any]] = []
-        for one in choices_of(outputs, self.ports, self.logprobs, 0):
-            rests = one.text, one.reasoning
+        for one in choices_of(outputs, self.ports, self.logprobs, 0, self.echo):
+            rests, scored = (one.text, one.reasoning), 0
             if one.index == 0:
                 ports = self.ports
                 rests = one.text[sent.get(ports.output, 0) :], one.reasoning[sent.get(ports.reasoning or "", 0) :]
-            chunks += [self.common | {"choices": [choice]} for choice in self.format.ending(one, *rests)]
+                scored = sent.get(ports.logprobs or "", 0)
+            chunks += [self.common | {"choices": [choice]} for choice in self.format.ending(one, *rests, scored)]
         if self.usage:
             chunks.append(self.common | {"usage": usage_of(outputs.get(self.ports.usage or "")).to_json()})
         return list(map(msgspec.json.encode, chunks))

@@ -27,6 +27,7 @@ def test_texts_are_streamed_and_add_up() -> None:
         "reasoning": "",
         "tool_calls": [],
         "usage": {"prompt_tokens": None, "completion_tokens": None, "cached_tokens": None, "finish_reason": "length"},
+        "logprobs": [],
         "answers": [{"index": 0, "text": "a b c", "finish_reason": "length"}],
     }
 
@@ -73,8 +74,9 @@ def test_log_probabilities_have_the_form_of_our_own_but_for_the_ids() -> None:
     answer.add(chunk(finish="stop"))
     expected = {
         "token": "a",
+        "bytes": None,
         "logprob": -0.5,
-        "top": [{"token": one["token"], "logprob": one["logprob"]} for one in top],
+        "top": top,
     }
     assert answer.outputs()["answers"][0]["logprobs"] == [expected]
 

@@ -30,7 +30,7 @@ steps:
     kv_bytes: 16777216
     sampling: {{tokens_max: 24}}
     inputs: {{prompt: prompt, messages: messages, tools: tools, sampling: sampling, template: template, tenant: tenant}}
-outputs: {{text: answer.text, usage: answer.usage, answers: answer.answers}}
+outputs: {{text: answer.text, usage: answer.usage, answers: answer.answers, logprobs: answer.logprobs}}
 """
 ASKED: Any = [
     {"role": "system", "content": "You are a helpful assistant. Answer in one sentence."},
@@ -174,6 +174,60 @@ def test_a_field_that_the_template_or_grammar_refuses_is_named(client: openai.Op
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="chat", messages=ASKED, extra_body=body)
     assert refused.value.param == next(iter(body))
+
+
+@pytest.mark.parametrize("stop", [None, " the"])
+def test_tokens_of_a_chat_are_its_content(client: openai.OpenAI, stop: str | None) -> None:
+    asked: Any = {"model": "chat", "messages": ASKED, "logprobs": True, "top_logprobs": 2, "stop": stop}
+    whole = client.chat.completions.create(**asked).choices[0]
+    chunks = [one.choices[0] for one in client.chat.completions.create(stream=True, **asked)]
+    tokens = whole.logprobs.content
+    assert bytes(byte for one in tokens for byte in one.bytes).decode() == whole.message.content
+    assert all(one.top_logprobs[0].logprob >= one.logprob for one in tokens)
+    streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content]
+    assert [(one.token, one.bytes) for one in streamed] == [(one.token, one.bytes) for one in tokens]
+    for chunk in [one for one in chunks if one.delta.content]:
+        assert "".join(one.token for one in chunk.logprobs.content) == chunk.delta.content
+    assert len([one for one in chunks if one.logprobs]) > 3
+
+
+def test_tokens_of_a_completion_have_their_offsets(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "chat", "prompt": "The photo shows: 2 red é", "logprobs": 2, "max_tokens": 6}
+    ignoring: Any = {"extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**asked, **ignoring).choices[0]
+    for token, offset in zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True):
+        assert whole.text[offset : offset + len(token)] == token or token.startswith(("<", "bytes:"))
+    chunks = [one.choices[0].logprobs for one in client.completions.create(stream=True, **asked, **ignoring)]
+    for column in ("tokens", "text_offset"):
+        parts = [getattr(one, column) for one in chunks if one is not None]
+        assert [one for part in parts for one in part] == getattr(whole.logprobs, column) and len(parts) > 2
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_scored(client: openai.OpenAI, tokens: int, stream: bool) -> None:
+    text = "The photo shows: 2 red circles."
+    asked: Any = {"model": "chat", "prompt": text, "echo": True, "logprobs": 1, "max_tokens": tokens}
+    if stream:
+        events = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+        answer, usage = "".join(one.choices[0].text for one in events if one.choices), events[-1].usage
+        [scores] = [one.choices[0].logprobs for one in events if one.choices and one.choices[0].logprobs]
+    else:
+        found = client.completions.create(**asked)
+        answer, usage, scores = found.choices[0].text, found.usage, found.choices[0].logprobs
+    assert answer.startswith(text) and (answer == text or tokens)
+    assert usage is not None and usage.completion_tokens == tokens
+    assert scores.token_logprobs[0] is None and scores.top_logprobs[0] is None
+    assert all(one <= 0 for one in scores.token_logprobs[1:])
+    assert len(scores.tokens) == usage.prompt_tokens + tokens
+    assert "".join(scores.tokens[: usage.prompt_tokens]).endswith(text)
+    assert scores.text_offset[-1] == len(text) - (0 if tokens else len(scores.tokens[-1]))
+
+
+def test_a_length_of_zero_needs_an_echo(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="chat", prompt="hi", max_tokens=0)
+    assert refused.value.param == "max_tokens"
 
 
 def schema(value: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ inputs:
   tool_choice: {{type: json, optional: true}}
   parallel_tool_calls: {{type: json, optional: true}}
   sampling: {{type: json, optional: true}}
+  template: {{type: json, optional: true}}
 steps:
   answer:
     node: llm
@@ -32,10 +33,11 @@ steps:
     kv_bytes: 16777216
     sampling: {{tokens_max: 200, temperature: 1, seed: 3}}
     inputs: {{messages: messages, tools: tools, tool_choice: tool_choice, parallel_tool_calls: parallel_tool_calls,
-              sampling: sampling}}
+              sampling: sampling, template: template}}
 outputs: {{text: answer.text, reasoning: answer.reasoning, tool_calls: answer.tool_calls, usage: answer.usage,
            answers: answer.answers}}
 """
+SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -60,13 +62,23 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
-    for name, end in (("calls", ""), ("thinks", "{{- '<think>\\n' }}")):
+    for name, end in (("calls", SWITCH), ("thinks", "{{- '<think>\\n' }}")):
         words.chat_template = TEMPLATE + end
         tiny.save(folder / name, words)
         (folder / f"{name}.yaml").write_text(CHAT.format(name=name))
     served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "thinks")}
     with hosted_pipelines(served) as endpoint:
         yield endpoint
+
+
+@pytest.mark.parametrize(
+    "body", [{"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}], ids=str
+)
+def test_reasoning_is_switched_off_in_the_prompt(client: openai.OpenAI, body: Any) -> None:
+    asked: Any = {"model": "calls", "messages": SAID, "max_tokens": 1}
+    plain, off = (client.chat.completions.create(extra_body=one, **asked).usage for one in ({}, body))
+    assert plain is not None and off is not None
+    assert off.prompt_tokens > plain.prompt_tokens
 
 
 def check_weather(message: Any) -> None:
