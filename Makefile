@@ -40,6 +40,8 @@ setup-slow: setup  ## install what only the slow tests need: Debian packages (as
 		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }
 	@test -d build/npm/node_modules/@grpc/grpc-js || \
 		npm install --silent --no-audit --no-fund --prefix build/npm openai@6 @grpc/grpc-js@1
+	@test -d build/generator/openapi_python_client || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
+		--target build/generator openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 	@$(RUN) -m benchmarks.peers.environments perf
 
 test: setup  ## lint, type-check and run the fast tests, some minutes

@@ -38,6 +38,9 @@ PIPELINES_MAX = 64
 EXPOSED_MAX = 64
 """Most steps of one pipeline that are models of their own."""
 
+ORIGINS_MAX = 64
+"""Most origins of web pages that may call a server."""
+
 PATH_CHARS_MAX = 1024
 """Longest path, in characters."""
 
@@ -67,6 +70,13 @@ FilePath = Annotated[Path, Written(Annotated[str, _PATH], _to_path, str)]
 """A path; `serve_file.py` makes it relative to its file's folder."""
 Host = Annotated[str, worded("an address, such as 127.0.0.1, :: or a host name", pattern=r"^[A-Za-z0-9._:%-]{1,253}$")]
 Port = Annotated[int, _number(0, 65_535)]
+Origin = Annotated[
+    str,
+    worded(
+        "an origin, such as https://app.example or http://localhost:3000, without a path",
+        pattern=r"^https?://(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(:[0-9]{1,5})?$",
+    ),
+]
 Group = Annotated[str, worded("a group's name", pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?$")]
 Collector = Annotated[
     str,
@@ -77,6 +87,10 @@ Collector = Annotated[
 ]
 StepNames = Annotated[
     tuple[Name, ...], Written(Name | Annotated[list[Name], Meta(max_length=EXPOSED_MAX)], _to_names, list)
+]
+
+Origins = Annotated[
+    tuple[Origin, ...], Written(Origin | Annotated[list[Origin], Meta(max_length=ORIGINS_MAX)], _to_names, list)
 ]
 
 
@@ -122,13 +136,16 @@ class GrpcConfig:
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """Address of the HTTP server: OpenAI's paths, the v2 REST protocol, /metrics, /livez, /readyz."""
+    """Address of the HTTP server: /run, OpenAI's paths, the v2 REST protocol, /metrics, /livez, /readyz."""
 
     host: Annotated[Host, Flag("--host", "ADDRESS")] = LOOPBACK
     """Address to listen on."""
 
     port: Annotated[Port, Flag("--http-port")] = 8000
     """Serve HTTP at this port; 0 selects a free one."""
+
+    origins: Origins = ()
+    """Origins of web pages whose scripts may call the server (CORS), exactly as browsers send them."""
 
 
 @dataclass(frozen=True, slots=True)

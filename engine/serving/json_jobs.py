@@ -9,6 +9,7 @@ json values. Parsing and the objects that it creates delay no other request.
     CheckJson   an encoded json value           -> nothing
     Write       encoded json or detections      -> the elements of a BYTES tensor
     Numbers     elements of a tensor            -> the JSON list of them
+    Nested      bytes of an array               -> nested JSON lists
     Generated   encoded outputs of an llm       -> an OpenAI response, or the events that end a stream
 
 Pure.
@@ -20,15 +21,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import live, pack
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, elements_of, read_request
+from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
 from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of
 from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
+from weftline.engine.serving.v2.response import nested
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.json_value import json_text
@@ -55,12 +59,14 @@ class Document(msgspec.Struct, frozen=True, tag=True):
 
 
 class RestBody(msgspec.Struct, frozen=True, tag=True):
-    """Parse a v2 REST body; see `read_request`."""
+    """Parse a v2 REST body, or a plain one; see `read_request`."""
 
     header_length: str | None
     model: str
     version: str
     limits: ServeLimits
+    ports: tuple[PortInfo, ...] = ()
+    plain: bool = False
 
 
 class CheckJson(msgspec.Struct, frozen=True, tag=True):
@@ -85,6 +91,13 @@ class Numbers(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class Nested(msgspec.Struct, frozen=True, tag=True):
+    """Write an array, of numpy's dtype `dtype`, as nested JSON lists."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Generated(msgspec.Struct, frozen=True, tag=True):
     """Write a `Completion` from a list of the outputs of each prompt: encoded values by output, each as `packed`.
 
@@ -95,7 +108,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     sent: dict[str, int] | None = None
 
 
-Job = Elements | Document | RestBody | CheckJson | Write | Numbers | Generated
+Job = Elements | Document | RestBody | CheckJson | Write | Numbers | Nested | Generated
 
 PARSED = frozenset({"json", "detections", "list"})
 """Kinds of elements that are JSON documents."""
@@ -113,12 +126,16 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
     if isinstance(job, Document):
         return _pack(loads(data, job.what, job.values_max))
     if isinstance(job, RestBody):
-        request, wanted = read_request(bytes(data), job.header_length, job.model, job.version, job.limits)
+        request, wanted = read_request(
+            bytes(data), job.header_length, job.model, job.version, job.limits, job.ports, job.plain
+        )
         return _pack(_Read(tuple(map(_sent, request.inputs)), request.outputs, request.id, request.parameters, wanted))
     if isinstance(job, Write):
         return _written(job, data)
     if isinstance(job, Numbers):
         return json_text(elements_of(job.name, job.datatype, job.count, data))
+    if isinstance(job, Nested):
+        return json_text(nested(np.frombuffer(data, job.dtype).reshape(job.shape)))
     if isinstance(job, Generated):
         try:
             answers = [{name: _value(one) for name, one in outputs.items()} for outputs in _outputs(data)]

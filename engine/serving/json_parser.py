@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import LIST_ITEMS_MAX
@@ -18,15 +19,15 @@ from weftline.engine.serving import json_jobs as jobs
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import (
-    BODY_VALUES,
     BinaryOutputs,
     header_bytes,
     large_outputs,
     read_request,
     response_body,
 )
+from weftline.engine.serving.http.plain_inputs import BODY_VALUES
 from weftline.engine.serving.json_queue import JsonQueue
-from weftline.engine.serving.model_info import ModelInfo
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
@@ -65,11 +66,13 @@ class JsonParser:
         version: str,
         limits: ServeLimits,
         caller: str = "",
+        ports: tuple[PortInfo, ...] = (),
+        plain: bool = False,
     ) -> tuple[InferRequest, BinaryOutputs]:
-        """Parse the body of a v2 REST request, as `read_request`."""
+        """Parse the body of a v2 REST request or a plain one, as `read_request`."""
         if header_bytes(header_length, len(body)) <= INLINE_BYTES:
-            return read_request(body, header_length, model, version, limits)
-        job = jobs.RestBody(header_length, model, version, limits)
+            return read_request(body, header_length, model, version, limits, ports, plain)
+        job = jobs.RestBody(header_length, model, version, limits, ports, plain)
         return jobs.rest_body(job, await self.queue.run(job, body, caller))
 
     async def elements(
@@ -140,6 +143,12 @@ class JsonParser:
             job = jobs.Numbers(one.name, one.datatype, math.prod(one.shape))
             written[one.name] = await self.queue.run(job, memoryview(one.raw or b"").cast("B"), caller)
         return response_body(response, wanted, written)
+
+    async def nested(self, array: np.ndarray, caller: str = "") -> bytes:
+        """Write a large array of numbers as nested JSON lists."""
+        array = np.ascontiguousarray(array)
+        job = jobs.Nested(array.dtype.str, array.shape)
+        return await self.queue.run(job, array.reshape(-1).view(np.uint8).data, caller)
 
     async def completion(self, completion: Completion, answers: Sequence[Mapping[str, Any]], caller: str = "") -> bytes:
         """Return an OpenAI response; answers: outputs of each prompt, of which large ones are Packed."""

@@ -53,6 +53,8 @@ _HTTP = {
     "GET /v2/health/ready": OPEN,
     "GET /metrics": METRICS,
     "GET /openapi.json": READ,
+    "GET /docs": READ,
+    "POST /run/{model}": INFER,
     "GET /v1/models": READ,
     "GET /v1/models/{model}": READ,
     "POST /v1/chat/completions": INFER,

@@ -15,13 +15,15 @@ Pure: bytes in, values out. Tensors of a request are views of the received body.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.http.plain_inputs import BODY_VALUES, inputs_of_object
+from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
 from weftline.engine.serving.v2.elements import decode_elements
 from weftline.engine.serving.v2.messages import (
@@ -38,34 +40,50 @@ from weftline.nodes.json_value import json_text
 from weftline.nodes.strict_json import INLINE_BYTES, VALUES, loads
 
 HEADER = "inference-header-content-length"
-BODY_VALUES = 1 << 16
-"""Most values of a JSON document that describes a request: of a v2 body beside its tensors' elements."""
-
 SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
 
 
 @dataclass(frozen=True, slots=True)
 class BinaryOutputs:
-    """Selection of the outputs sent as bytes: `named` by output, `rest` for all others."""
+    """Selection of the outputs sent as bytes: `named` by output, `rest` for all others.
+
+    plain: the request is a plain one (`plain_inputs.py`), and so is its answer.
+    """
 
     named: Mapping[str, bool] = field(default_factory=dict)
     rest: bool = False
+    plain: bool = False
 
     def binary(self, name: str) -> bool:
         return self.named.get(name, self.rest)
 
 
 def read_request(
-    body: bytes | bytearray | memoryview, header_length: str | None, model: str, version: str, limits: ServeLimits
+    body: bytes | bytearray | memoryview,
+    header_length: str | None,
+    model: str,
+    version: str,
+    limits: ServeLimits,
+    ports: Sequence[PortInfo] = (),
+    plain: bool = False,
 ) -> tuple[InferRequest, BinaryOutputs]:
-    """Parse a body into its request and the form of its outputs; InputError if it is invalid."""
+    """Parse a body into its request and the form of its outputs; InputError if it is invalid.
+
+    ports: the model's inputs, for a body that is a plain request: an object of them, without v2's keys.
+    plain: it is one in any case.
+    """
+    if plain:
+        return InferRequest(model, inputs_of_object(bytes(body), ports, limits), (), version), BinaryOutputs(plain=True)
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
     head = loads(whole[:length], what, limits.elements_max + BODY_VALUES, VALUES)
     if not isinstance(head, dict):
         raise InputError("the body: expected a JSON object with inputs")
-    if "inputs" not in head and (other := [key for key in head if key not in ("id", "parameters", "outputs")]):
+    other = [key for key in head if key not in ("id", "parameters", "outputs")] if "inputs" not in head else []
+    if other and header_length is None and ports:
+        return read_request(body, None, model, version, limits, ports, True)
+    if other:
         form = '{"inputs": [{"name": ..., "datatype": ..., "shape": ..., "data": ...}]}'
         raise InputError(f"the body: found {other[0]!r:.80} and no inputs; expected {form}")
     behind = _Behind(whole[length:])

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import mmap
 import zlib
 from typing import Any
 
 from starlette.datastructures import FormData, Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
@@ -20,6 +20,7 @@ from weftline.engine.serving.config import FREE_BYTES, ServeLimits
 from weftline.engine.serving.http.connection import BODY_BYTES_S
 from weftline.engine.serving.http.context import caller_of
 from weftline.engine.serving.http.errors import HttpError, too_large
+from weftline.engine.serving.http.multipart import parts_of
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.errors import LimitReached
@@ -196,26 +197,21 @@ async def json_object_of(
     return value
 
 
-class _InMemory(MultiPartParser):
-    spool_max_size = 1 << 62  # the body's limit has been applied before
-
-
 async def form_of(request: Request) -> FormData:
     """Return the fields of a form with at most one file."""
-    kind = request.headers.get("content-type", "")
-    if not kind.lower().startswith("multipart/form-data"):
-        raise HttpError("content-type: expected multipart/form-data", code=415)
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise HttpError("content-encoding: a form is taken as it is, without compression", code=415)
-    parser = _InMemory(
-        request.headers, request.stream(), max_files=1, max_fields=FIELDS_MAX, max_part_size=FIELD_BYTES_MAX
-    )
-    try:
-        return await parser.parse()
-    except MultiPartException as error:
-        raise HttpError(f"the form: {error.message}") from None
-    except (ValueError, KeyError, AssertionError):
-        raise HttpError("the form cannot be read") from None
+    parts = await parts_of(request, FIELDS_MAX + 1, lambda part: None, FIELD_BYTES_MAX)
+    if sum(one.is_file for one in parts) > 1:
+        raise HttpError("the form: found several files, expected one")
+    items: list[tuple[str, str | UploadFile]] = []
+    for one in parts:
+        if one.is_file:
+            items.append((one.name, UploadFile(io.BytesIO(one.data))))
+            continue
+        try:
+            items.append((one.name, str(one.data, "utf-8")))
+        except UnicodeDecodeError:
+            raise HttpError(f"the form: {one.name:.80}: expected text in UTF-8", param=one.name[:80]) from None
+    return FormData(items)
 
 
 def text_field(form: FormData, field: str) -> str | None:

@@ -7,7 +7,9 @@ A request must have exactly one well-formed Host header: of two, a proxy may che
 (RFC 9112, section 3.2).
 
 Without tokens, a web page in a local browser could reach a server on loopback. Then a request with an `Origin` header
-is refused, and so is one whose host is a public name (DNS rebinding).
+is refused, and so is one whose host is a public name (DNS rebinding). Pages of the origins that the operator names may
+call the server with and without tokens: their preflight requests are answered before the gate, and every answer has
+the headers of CORS. Cookies are not allowed, since nothing here reads any.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from contextlib import closing, contextmanager, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,11 +54,19 @@ _log = logging.getLogger("weftline.ingress")
 class HttpGuard:
     """ASGI middleware: gate, limits and errors.
 
-    host: address that the server listens on; without tokens, one on loopback refuses public host names.
+    host:    address that the server listens on; without tokens, one on loopback refuses public host names.
+    origins: of web pages that may call the server.
     """
 
     def __init__(
-        self, app: ASGIApp, *, context: HttpContext, gate: Gate, routes: Sequence[Route], host: str = LOOPBACK
+        self,
+        app: ASGIApp,
+        *,
+        context: HttpContext,
+        gate: Gate,
+        routes: Sequence[Route],
+        host: str = LOOPBACK,
+        origins: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._context = context
@@ -63,6 +74,7 @@ class HttpGuard:
         self._routes = routes
         self._browsers = gate.asks_tokens
         self._names = not is_loopback(host)
+        self._origins = frozenset(origins)
         self._slots = CallSlots(context.limits.calls_max)
         self._inflight = ByteBudget("limits.inflight_bytes_max", context.limits.budget_bytes)
         self.unsent = UnsentBudget(context.limits.budget_bytes)
@@ -70,8 +82,12 @@ class HttpGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope: {scope['type']}")
-        sender = _ResponseSender(send, scope)
+        origin = self._origin(scope)
+        sender = _ResponseSender(send, scope, cors_headers(origin) if self._origins else ())
         try:
+            if origin and self._is_preflight(scope):
+                await Response(None, 204, _PREFLIGHT)(scope, receive, sender.send)
+                return
             caller, kind = self._admitted(scope)
             scope["weftline.caller"] = caller
             with self._slot(scope, caller) if kind is not OPEN else nullcontext():
@@ -146,12 +162,27 @@ class HttpGuard:
                 break
         return template, methods
 
+    def _origin(self, scope: Scope) -> str:
+        """Return the origin of a web page that may call the server; '' for any other request."""
+        given = [value for name, value in scope["headers"] if name == b"origin"] if self._origins else []
+        origin = given[0].decode("latin-1") if len(given) == 1 else ""
+        return origin if origin in self._origins else ""
+
+    def _is_preflight(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
+            return False
+        check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
+        self._check_names(headers)
+        return True
+
     def _check_browser(self, headers: Headers) -> None:
-        if self._browsers:
-            return
-        if "origin" in headers:
+        if not self._browsers and any(one not in self._origins for one in headers.getlist("origin")):
             raise HttpError("requests of web pages are refused while this server asks for no tokens", code=403)
-        if not self._names and not _is_local_name(headers.get("host", "")):
+        self._check_names(headers)
+
+    def _check_names(self, headers: Headers) -> None:
+        if not self._browsers and not self._names and not _is_local_name(headers.get("host", "")):
             raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
 
     def _check_length(self, headers: Headers) -> None:
@@ -176,17 +207,18 @@ class _ResponseSender:
     A large body has room in the budget of unsent bytes, and is handed to the socket in pieces as the client reads it.
     """
 
-    __slots__ = ("_scope", "_send", "started")
+    __slots__ = ("_headers", "_scope", "_send", "started")
 
-    def __init__(self, send: Send, scope: Scope) -> None:
+    def __init__(self, send: Send, scope: Scope, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._send = send
+        self._headers = headers
         self._scope = scope
         self.started = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff"), *self._headers]
             id, span = Headers(scope=self._scope).get("x-request-id", ""), self._scope.get(SPAN, "")
             if id and len(id) <= ID_CHARS_MAX and id.isprintable():
                 headers.append((b"x-request-id", id.encode("latin-1")))
@@ -216,6 +248,22 @@ class _ResponseSender:
                 sending.result()
             finally:
                 sending.cancel()
+
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-headers": "*, authorization",
+    "access-control-max-age": "600",
+}
+"""Headers of the answer to a preflight request. `*` includes every header but `authorization`."""
+
+_EXPOSED = b"x-request-id, traceparent, retry-after, retry-after-ms, x-should-retry, inference-header-content-length"
+
+
+def cors_headers(origin: str) -> list[tuple[bytes, bytes]]:
+    """Return the headers by which a browser gives an answer to a page of this origin; '' for another one."""
+    allowed = [(b"access-control-allow-origin", origin.encode()), (b"access-control-expose-headers", _EXPOSED)]
+    return [(b"vary", b"origin"), *(allowed if origin else [])]
 
 
 def check_host(hosts: Sequence[str], version: str, target: bytes) -> None:

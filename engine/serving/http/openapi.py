@@ -1,7 +1,11 @@
-"""OpenAPI 3.1 description of the HTTP server. Bodies of OpenAI's routes are described by their Structs."""
+"""OpenAPI 3.1 description of the HTTP server.
+
+Bodies of OpenAI's routes are described by their Structs, those of /run/MODEL by the model's ports (`run_schema.py`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,6 +13,8 @@ import msgspec
 
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.template_options import TemplateOptions
+from weftline.engine.serving.http.run_schema import SCHEMAS, run_operation
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
     SAMPLING_FIELDS,
     TEMPLATE_FIELDS,
@@ -61,6 +67,7 @@ _GETS = {
     "/health": "Whether all models are ready and new work is taken; the same as /readyz.",
     "/metrics": "All figures in Prometheus' text format.",
     "/openapi.json": "This document.",
+    "/docs": "A page with the models and routes of this server.",
     "/v1/models": "Models that are ready.",
     "/v1/models/{model}": "One model.",
     "/v2": "What this server is.",
@@ -85,6 +92,7 @@ _OPENAI: dict[str, tuple[str, type[OpenAiBody]]] = {
     "/v1/audio/translations": ("Translate one.", TranscriptionBody),
 }
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "/run/{model}": ("Run a model on one request.", {}, ()),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
     "/v2/repository/models/{model}/unload": ("Unload a pipeline.", {"parameters": {"type": "object"}}, ()),
@@ -100,13 +108,14 @@ _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-def document() -> dict[str, Any]:
-    """Return the OpenAPI document."""
+def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
+    """Return the OpenAPI document. models: those with a typed /run/MODEL of their own."""
     paths: dict[str, dict[str, Any]] = {}
     for path, summary in _GETS.items():
         paths.setdefault(path, {})["get"] = _operation(path, summary)
     for path, (summary, properties, required) in _POSTS.items():
         paths.setdefault(path, {})["post"] = _operation(path, summary) | _body(properties, required)
+    paths |= {f"/run/{info.name}": {"post": run_operation(info)} for info in models}
     for path, (summary, of) in _OPENAI.items():
         kind = "multipart/form-data" if of is TranscriptionBody else "application/json"
         paths[path] = {"post": _operation(path, summary) | _body(*_fields_of(of), kind)}
@@ -120,7 +129,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "Weftline", "version": "1", "description": "Pipelines of models over HTTP."},
         "paths": paths,
         "components": {
-            "schemas": {"StreamOptions": _components(ChatBody)["StreamOptions"]},
+            "schemas": SCHEMAS | {"StreamOptions": _components(ChatBody)["StreamOptions"]},
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }

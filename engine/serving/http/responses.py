@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -78,22 +78,30 @@ def event(value: Mapping[str, Any] | msgspec.Raw) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
+def _openai_event(error: BaseException) -> bytes:
+    return event(openai_problem(error))
+
+
 class EventStream:
     """An ASGI response of server-sent events.
 
     Each event waits until the connection accepts it, so a client that does not read blocks the stream and the step that
-    writes it. A client that disconnects cancels the request. An error ends the stream with an event in OpenAI's format,
-    and without [DONE].
+    writes it. A client that disconnects cancels the request. An error ends the stream with an event, without [DONE].
+
+    problem: returns the event of an error; default: in OpenAI's format.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], problem: Callable[[BaseException], bytes] | None = None
+    ) -> None:
         self._events = events
+        self._problem = problem or _openai_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await while_connected(receive, self._write(send))
         except asyncio.CancelledError:  # the server's grace time is over
-            await self._end(send, event(openai_problem(SessionClosed("the server is shutting down"))))
+            await self._end(send, self._problem(SessionClosed("the server is shutting down")))
         finally:
             await self._events.aclose()
 
@@ -103,7 +111,7 @@ class EventStream:
             async for one in self._events:
                 await send({"type": "http.response.body", "body": one, "more_body": True})
         except Exception as error:
-            await self._end(send, event(openai_problem(error)))
+            await self._end(send, self._problem(error))
         else:
             await self._end(send, b"")
 

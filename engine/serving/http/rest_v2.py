@@ -17,6 +17,7 @@ from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of, room_of
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.responses import JSON, json_response
+from weftline.engine.serving.http.run import Run
 from weftline.engine.serving.identity import NAME, version
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
@@ -146,20 +147,27 @@ class RestModels:
 
 
 class Infer:
-    """POST /v2/models/{model}/infer, with and without a version."""
+    """POST /v2/models/{model}/infer, with and without a version. Plain requests get plain answers (`run.py`)."""
 
     def __init__(self, context: HttpContext) -> None:
         self._context = context
+        self._run = Run(context)
 
     async def infer(self, request: Request) -> ASGIApp:
         limits = self._context.limits
         model = check_name(request.path_params["model"])
         version = check_version(request.path_params.get("version", ""))
         info = self._context.authorised_info(request, model, version)
+        if HEADER not in request.headers and (plain := await self._run.form_or_value(request, info)) is not None:
+            return await self._run.answer(request, info, plain, version)
         body = await body_of(request, limits.message_bytes_max)
         caller = caller_of(request).name
         json, regions = self._context.json, self._context.shared_memory if self._context.shared_memory.enabled else None
-        asking, wanted = await json.rest_body(body, request.headers.get(HEADER), model, version, limits, caller)
+        asking, wanted = await json.rest_body(
+            body, request.headers.get(HEADER), model, version, limits, caller, info.inputs
+        )
+        if wanted.plain:
+            return await self._run.answer(request, info, asking, version)
         caller_of(request).check_regions(asking)
         asked = to_asks(
             await json.elements(asking, info, limits, regions, caller),

@@ -6,7 +6,7 @@ The gate's table (`auth/methods.py`) has the same paths with their rights; a tes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -19,10 +19,13 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http import rest_v2
 from weftline.engine.serving.http.context import HttpContext, caller_of
+from weftline.engine.serving.http.docs_page import docs_response
 from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
+from weftline.engine.serving.http.run import Run
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.audio_endpoints import Speech, Transcriptions, Translations
 from weftline.engine.serving.openai.endpoints import (
     Chat,
@@ -36,17 +39,22 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def application(context: HttpContext, gate: Gate, host: str = LOOPBACK) -> Starlette:
+def application(context: HttpContext, gate: Gate, host: str = LOOPBACK, origins: Sequence[str] = ()) -> Starlette:
     """Return the ASGI application."""
     every = routes(context)
-    return Starlette(
-        routes=every, middleware=[Middleware(HttpGuard, context=context, gate=gate, routes=every, host=host)]
-    )
+    guard = Middleware(HttpGuard, context=context, gate=gate, routes=every, host=host, origins=origins)
+    return Starlette(routes=every, middleware=[guard])
 
 
 def routes(context: HttpContext) -> list[Route]:
     """Return all routes."""
-    return [*_openai(context), *_v2(context), *_v2_memory(context), *_probes(context)]
+    return [
+        _post("/run/{model}", Run(context).run),
+        *_openai(context),
+        *_v2(context),
+        *_v2_memory(context),
+        *_probes(context),
+    ]
 
 
 def _openai(context: HttpContext) -> list[Route]:
@@ -110,7 +118,11 @@ def _probes(context: HttpContext) -> list[Route]:
     probes = Probes(context)
 
     async def openapi(request: Request) -> ASGIApp:
-        return json_response(document())
+        return json_response(document(_described(context, request)))
+
+    async def docs(request: Request) -> ASGIApp:
+        origin = f"{request.url.scheme}://{request.headers.get('host', 'localhost')}"
+        return docs_response(_described(context, request), origin)
 
     return [
         _get("/livez", probes.live),
@@ -119,7 +131,14 @@ def _probes(context: HttpContext) -> list[Route]:
         _get("/health", probes.ready),
         _get("/metrics", probes.metrics),
         _get("/openapi.json", openapi),
+        _get("/docs", docs),
     ]
+
+
+def _described(context: HttpContext, request: Request) -> list[ModelInfo]:
+    """Return the models that are ready and the caller may use."""
+    caller, backend = caller_of(request), context.backend
+    return [backend.info(one.name) for one in backend.index() if one.ready and caller.may_use_model(one.name)]
 
 
 class Probes:

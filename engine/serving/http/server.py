@@ -75,7 +75,7 @@ class HttpServer(NetworkServer):
             logs=logs or LogSettings(),
             strict=config.strict,
         )
-        self.app: Starlette = application(self.context, gate, self._at.host)
+        self.app: Starlette = application(self.context, gate, self._at.host, self._at.origins)
         self.port = 0
         self._server: _Server | None = None
         self._running: asyncio.Task[None] | None = None

@@ -89,7 +89,7 @@ def _tensor(port: PortInfo, value: Any) -> Tensor:
     """Convert one output of one item."""
     name, kind = port.name, port.type
     if value.__class__ is np.ndarray:
-        return _dense(name, value, kind)
+        return dense_tensor(name, value, kind)
     if value.__class__ is Written:
         return Tensor(name, BYTES, (value.count,), value.raw, parameters={JSON: True} if kind == "any" else {})
     if kind == "text" and isinstance(value, str):
@@ -105,7 +105,8 @@ def _tensor(port: PortInfo, value: Any) -> Tensor:
     )
 
 
-def _dense(name: str, array: np.ndarray, type: str) -> Tensor:
+def dense_tensor(name: str, array: np.ndarray, type: str) -> Tensor:
+    """Return an array as the tensor of a port type, as a view where it is row-major."""
     numbers = form_of(type).numbers
     dtype = (numbers and numbers.dtype) or dtype_name(array.dtype)
     if array.dtype == np.complex64:
@@ -132,13 +133,13 @@ def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
         )
     if all(one.__class__ is np.ndarray for one in values) and len({(one.shape, one.dtype) for one in values}) == 1:
         if len(values) == 1:
-            return _dense(name, values[0][np.newaxis], type)
-        return _dense(name, np.stack(values), type)
+            return dense_tensor(name, values[0][np.newaxis], type)
+        return dense_tensor(name, np.stack(values), type)
     if sum(one.size for one in values if isinstance(one, np.ndarray)) > JSON_ELEMENTS_MAX:
         raise InputError(
             f"output {name}: a list of arrays of several shapes, too large for JSON\n    fix: select other outputs"
         )
-    return Tensor(name, BYTES, (1,), encode_elements((_json(values),)))
+    return Tensor(name, BYTES, (1,), encode_elements((json_element(values),)))
 
 
 def _element(value: Any, kind: str) -> bytes:
@@ -148,10 +149,10 @@ def _element(value: Any, kind: str) -> bytes:
             return value.encode()
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
-    return _json(value)
+    return json_element(value)
 
 
-def _json(value: Any) -> bytes:
+def json_element(value: Any) -> bytes:
     """Encode a value as compact JSON; numbers that JSON lacks are NaN, Infinity and -Infinity."""
     if isinstance(value, list | tuple):
         value = [one.to_json() if isinstance(one, Detections) else one for one in value]
@@ -161,6 +162,13 @@ def _json(value: Any) -> bytes:
         return json_text(value, _plain)
     except (OverflowError, ValueError, RecursionError):  # such as integers beyond 64 bits
         return json.dumps(value, separators=(",", ":"), ensure_ascii=True, default=_plain).encode()
+
+
+def nested(array: np.ndarray) -> Any:
+    """Return the numbers of an array as nested lists; a complex number is [real, imaginary]."""
+    if array.dtype.kind == "c":
+        array = np.ascontiguousarray(array).view(np.float32).reshape(*array.shape, 2)
+    return array.tolist()
 
 
 def _plain(value: Any) -> Any:

@@ -61,7 +61,7 @@ def hosted(
 
         async def start() -> Hosted:
             served = await backend() if callable(backend) else backend
-            full = ServeConfig({}, http=HttpConfig(port=0), **config)
+            full = ServeConfig({}, **{"http": HttpConfig(port=0), **config})
             memory = SharedMemory(full.limits, shared_memory)
             server = HttpServer(full, served, gate or Gate(None, full.limits), memory, figures=figures)
             return Hosted(server, asyncio.get_running_loop(), await server.start())

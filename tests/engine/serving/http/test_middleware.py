@@ -22,7 +22,7 @@ from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.methods import METHODS, OPEN
 from weftline.engine.serving.auth.tokens import TokenFile, digest
-from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.config import HttpConfig, ServeLimits
 from weftline.engine.serving.http.middleware import _is_local_name
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.routes import routes
@@ -94,7 +94,7 @@ def test_every_path_but_the_open_ones_wants_a_token(closed: Hosted) -> None:
                 assert (response.status_code != 401) == is_open, (template, token)
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/chat", "/v2/", "/livez/", "/v2//health/live", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/nope", "/v1", "/v1/chat", "/v2/", "/livez/", "/v2//health/live", "/redoc"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "OPTIONS", "TRACE"])
 def test_an_unknown_path_needs_a_token(closed: Hosted, method: str, path: str) -> None:
     assert httpx.request(method, closed.url + path).status_code == 401
@@ -432,3 +432,42 @@ def test_every_route_is_found_by_its_own_template(endpoint: Hosted) -> None:
             if route.matches({"type": "http", "method": method, "path": filled(path)})[0] is Match.FULL
         ]
         assert found[0] == path
+
+
+APP = "https://app.example"
+
+
+@pytest.fixture
+def named_origins() -> Iterator[Hosted]:
+    with hosted(
+        Functions({"chat": chatting(lambda ask: {"text": "hi"})}), http=HttpConfig(port=0, origins=(APP,))
+    ) as one:
+        yield one
+
+
+def test_pages_of_named_origins_may_call_the_server(named_origins: Hosted) -> None:
+    asked = {"origin": APP, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    answer = httpx.options(f"{named_origins.url}/run/chat", headers=asked)
+    assert answer.status_code == 204 and answer.headers["access-control-allow-origin"] == APP
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in answer.headers
+    answer = httpx.post(f"{named_origins.url}/run/chat", json={"prompt": "q"}, headers={"origin": APP})
+    assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == APP
+    answer = httpx.post(f"{named_origins.url}/run/none", json={}, headers={"origin": APP})
+    assert answer.status_code == 404 and answer.headers["access-control-allow-origin"] == APP
+    assert answer.headers["vary"] == "origin"
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", APP + ".evil", APP.upper(), "http://app.example"])
+def test_pages_of_other_origins_are_refused(named_origins: Hosted, origin: str) -> None:
+    asked = {"origin": origin, "access-control-request-method": "POST"}
+    answer = httpx.options(f"{named_origins.url}/run/chat", headers=asked)
+    assert answer.status_code >= 400 and "access-control-allow-origin" not in answer.headers
+    answer = httpx.post(f"{named_origins.url}/run/chat", json={"prompt": "q"}, headers={"origin": origin})
+    assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+
+
+def test_a_preflight_for_another_host_is_refused(named_origins: Hosted) -> None:
+    asked = {"origin": APP, "access-control-request-method": "POST", "host": "rebound.example"}
+    assert httpx.options(f"{named_origins.url}/run/chat", headers=asked).status_code == 403

@@ -86,7 +86,10 @@ def test_mapped_fields_name_keys_that_the_llm_step_has() -> None:
                 assert name in TemplateOptions.__struct_fields__
 
 
-@pytest.mark.parametrize(("body", "field"), [(body, field) for body in dict.fromkeys(BODIES.values()) for field in sorted(body.refused)])
+REFUSED = [(body, field) for body in dict.fromkeys(BODIES.values()) for field in sorted(body.refused)]
+
+
+@pytest.mark.parametrize(("body", "field"), REFUSED)
 def test_a_refused_field_is_refused_by_its_name(body: type[OpenAiBody], field: str) -> None:
     with pytest.raises(HttpError, match=f"{field}: .*; leave it out") as refused:
         body.parse({"model": "m", field: {"another": "value"}})

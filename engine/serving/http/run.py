@@ -1,0 +1,248 @@
+"""Plain requests: POST /run/{model}, and the same bodies at v2's infer route.
+
+`plain_inputs.py` has the forms of a body, `plain_outputs.py` those of an answer. The query has v2's request parameters
+and `output`, which selects outputs by name and may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from weftline.engine.protocol.packed import Packed
+from weftline.engine.result import StreamedOutput
+from weftline.engine.serving.backend import Answer, Ask
+from weftline.engine.serving.http.body import body_of
+from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.context import (
+    ID_CHARS_MAX,
+    SPAN,
+    HttpContext,
+    caller_of,
+    deadline_ms_of,
+    id_of,
+    room_of,
+)
+from weftline.engine.serving.http.errors import HttpError
+from weftline.engine.serving.http.multipart import is_multipart, parts_of
+from weftline.engine.serving.http.plain_inputs import (
+    Part,
+    begins_with_field,
+    described,
+    inputs_of_fields,
+    inputs_of_parts,
+    inputs_of_raw,
+)
+from weftline.engine.serving.http.plain_outputs import (
+    EVENTS,
+    JSON,
+    is_media,
+    json_answer,
+    json_output,
+    matches,
+    media_ranges,
+    offered,
+    raw_output,
+)
+from weftline.engine.serving.http.responses import EventStream
+from weftline.engine.serving.model_info import ModelInfo, PortInfo
+from weftline.engine.serving.replies import to_status
+from weftline.engine.serving.threads import finish_in_thread
+from weftline.engine.serving.v2.messages import InferRequest, Parameter, WantedOutput, check_name
+from weftline.engine.serving.v2.request import to_asks
+from weftline.nodes.strict_json import INLINE_BYTES
+
+FORM = "application/x-www-form-urlencoded"
+"""Content type that curl sends with -d and --data-binary; a JSON object or a single value may come with it too."""
+
+_FLAGS, _COUNTS = ("sequence_start", "sequence_end", "job"), ("priority", "timeout", "seed")
+_KNOWN = ("output", "sequence_id", *_FLAGS, *_COUNTS)
+
+
+class Run:
+    """POST /run/{model}."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def run(self, request: Request) -> ASGIApp:
+        info = self._context.authorised_info(request, check_name(request.path_params["model"]))
+        return await self.answer(request, info, await self._read(request, info), "")
+
+    async def form_or_value(self, request: Request, info: ModelInfo) -> InferRequest | None:
+        """Read a body that is a form or one value by its content type; None for JSON, which is not read."""
+        type = _type_of(request)
+        if type == "multipart/form-data":
+            return InferRequest(info.name, await self._parts(request, info))
+        if type in ("", FORM, JSON) or type.endswith("+json"):
+            return None
+        return InferRequest(info.name, inputs_of_raw(await self._body(request), type, info.inputs))
+
+    async def answer(self, request: Request, info: ModelInfo, asking: InferRequest, version: str) -> ASGIApp:
+        """Run a plain request and answer in the form that the client accepts."""
+        asking = msgspec.structs.replace(asking, **_options(request), id=id_of(request), version=version)
+        ports = [port for port in info.outputs if not asking.outputs or port.name in {o.name for o in asking.outputs}]
+        form = _form_of_answer(request, ports)
+        ask = await self._ask(request, info, asking)
+        if form == EVENTS:
+            return EventStream(self._events(info, ports, ask, *await self._context.begin(request, ask)), _problem)
+        return await while_connected(request.receive, self._answered(request, info, ports, ask, form))
+
+    async def _read(self, request: Request, info: ModelInfo) -> InferRequest:
+        found = await self.form_or_value(request, info)
+        if found is not None:
+            return found
+        body, limits, type = await self._body(request), self._context.limits, _type_of(request)
+        if type in ("", FORM) and not bytes(body[:64]).lstrip().startswith(b"{"):
+            if begins_with_field(body, info.inputs):
+                return InferRequest(info.name, inputs_of_fields(bytes(body), info.inputs, limits))
+            return InferRequest(info.name, inputs_of_raw(body, "", info.inputs))
+        caller = caller_of(request).name
+        asking, _ = await self._context.json.rest_body(body, None, info.name, "", limits, caller, info.inputs, True)
+        return asking
+
+    async def _body(self, request: Request) -> bytes | bytearray | memoryview:
+        return await body_of(request, self._context.limits.message_bytes_max)
+
+    async def _parts(self, request: Request, info: ModelInfo) -> Any:
+        names = {port.name for port in info.inputs}
+
+        def check(part: Part) -> None:
+            if part.name not in names:
+                raise HttpError(f"unknown input {part.name!r:.80}; the inputs are {described(info.inputs)}")
+
+        return inputs_of_parts(await parts_of(request, self._context.limits.tensors_max, check), info.inputs)
+
+    async def _ask(self, request: Request, info: ModelInfo, asking: InferRequest) -> Ask:
+        """Return the one request of the caller; its cost is counted."""
+        context, caller = self._context, caller_of(request)
+        asked = to_asks(
+            await context.json.elements(asking, info, context.limits, None, caller.name),
+            info,
+            context.limits,
+            deadline_ms=deadline_ms_of(request),
+            caller=caller.name,
+            protocol="http",
+            traceparent=request.headers.get("traceparent", "")[:ID_CHARS_MAX],
+            size_bytes=int(request.headers.get("content-length", "0") or 0),
+        )
+        caller.spend(asked.cost(info) - 1)
+        (ask,) = asked.asks
+        return ask
+
+    async def _answered(
+        self, request: Request, info: ModelInfo, ports: Sequence[PortInfo], ask: Ask, form: tuple[PortInfo, str] | str
+    ) -> Response:
+        answer = await self._context.backend.ask(ask)
+        with answer:
+            await room_of(request).take(answer.size_bytes)
+            await answer.load()
+            request.scope[SPAN] = answer.traceparent
+            if self._context.trace.active:
+                self._context.trace.note(ask, answer.timings, answer.total_ms)
+            if isinstance(form, tuple):
+                port, type = form
+                value = answer.outputs.get(port.name)
+                if value is None:
+                    return Response(None, 204)
+                return Response(await finish_in_thread(raw_output, port, value, type), media_type=type)
+            return Response(await self._json(info, ports, answer, ask.caller), media_type=JSON)
+
+    async def _json(self, info: ModelInfo, ports: Sequence[PortInfo], answer: Answer, caller: str) -> bytes:
+        await self._context.json.write(answer, info, caller)
+        written = {}
+        for port in ports:
+            value = answer.outputs.get(port.name)
+            if is_media(port):
+                written[port.name] = await finish_in_thread(json_output, port.type, value)
+            elif isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES and port.port_type.dtype != "bfloat16":
+                written[port.name] = await self._context.json.nested(value, caller)
+        return json_answer(ports, answer.outputs, written)
+
+    async def _events(
+        self,
+        info: ModelInfo,
+        ports: Sequence[PortInfo],
+        ask: Ask,
+        chunk: StreamedOutput | None,
+        stream: AsyncGenerator[StreamedOutput, None],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield `piece` events as outputs grow, and `done` with the whole outputs."""
+        whole: dict[str, Any] = {}
+        try:
+            while chunk is not None:
+                if chunk.last:
+                    whole[chunk.output] = chunk.value
+                else:
+                    yield _event("piece", await self._piece(info, chunk, ask.caller))
+                chunk = await anext(stream, None)
+            yield _event("done", await self._json(info, ports, Answer(whole), ask.caller))
+        finally:
+            await stream.aclose()
+
+    async def _piece(self, info: ModelInfo, chunk: StreamedOutput, caller: str) -> bytes:
+        port, value = info.output(chunk.output), chunk.value
+        if isinstance(value, Packed):
+            value = await self._context.json.written(chunk.output, value, info, caller)
+        text = await finish_in_thread(json_output, port.type, value) if port and is_media(port) else None
+        piece = text or json_output(port.type if port else "any", value)
+        return b'{"output":%b,"piece":%b}' % (msgspec.json.encode(chunk.output), piece)
+
+
+def _event(name: str, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def _problem(error: BaseException) -> bytes:
+    return _event("error", msgspec.json.encode({"error": to_status(error).message}))
+
+
+def _type_of(request: Request) -> str:
+    if is_multipart(request):
+        return "multipart/form-data"
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _form_of_answer(request: Request, ports: Sequence[PortInfo]) -> tuple[PortInfo, str] | str:
+    """Return JSON, EVENTS, or an output with its media type; HttpError (406) if none is possible."""
+    accept, types = request.headers.get("accept", "").strip(), offered(ports)
+    for range in media_ranges(accept or "*/*"):
+        if matches(range, JSON):
+            return JSON
+        if range == EVENTS:
+            return EVENTS
+        found = next((type for type in types if matches(range, type)), None)
+        if found is not None:
+            if len(types[found]) > 1:
+                names = ", ".join(port.name for port in types[found])
+                raise HttpError(f"accept: {found}: add ?output=NAME to the URL, one of {names}", code=406)
+            return types[found][0], found
+    raise HttpError(f"accept: expected one of {', '.join((JSON, EVENTS, *types))}", code=406)
+
+
+def _options(request: Request) -> dict[str, Any]:
+    """Return the outputs and parameters that the query selects."""
+    outputs: list[WantedOutput] = []
+    parameters: dict[str, Parameter] = {}
+    for name, text in request.query_params.multi_items():
+        if name not in _KNOWN:
+            raise HttpError(f"query: unknown {name!r:.80}; expected {', '.join(_KNOWN)}")
+        if name == "output":
+            outputs.append(WantedOutput(text))
+        elif name in _FLAGS:
+            if text not in ("true", "false"):
+                raise HttpError(f"query: {name}: expected true or false", param=name)
+            parameters[name] = text == "true"
+        elif name in _COUNTS:
+            if not (text.isascii() and text.isdigit() and len(text) <= 20):
+                raise HttpError(f"query: {name}: expected a whole number", param=name)
+            parameters[name] = int(text)
+        else:
+            parameters[name] = text
+    return {"outputs": tuple(outputs), "parameters": parameters}
