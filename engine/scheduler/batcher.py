@@ -249,7 +249,8 @@ class Batcher:
         if self._sizes and count < self._goal:
             fitting = bisect_right(self._sizes, count)
             count = self._sizes[fitting - 1] if fitting else count
-        if self._expires and count > 1 and self._lateness.fresh(now_ms):
+        if self._expires:
+            count = min(count, 2 * self._latency.items_max or count)  # a larger call may end too late for all its items
             left_ms = line.due_ms() - now_ms
             if left_ms < self.needs_ms(count):
                 return max(1, bisect_right(range(1, count), left_ms, key=self.needs_ms))

@@ -151,6 +151,11 @@ class Latency:
             self._seen[_bucket(items)] = _Seen(items, run_ms)
             self._fitted = False
 
+    @property
+    def items_max(self) -> int:
+        """Size of the largest calls with a known time; 0 without any."""
+        return round(max((seen.items for seen in self._seen.values()), default=0.0))
+
     def run_ms(self, items: int) -> float:
         """Return the expected time of a call with `items`, rising with items; 0.0 when unknown."""
         if not self._fitted:

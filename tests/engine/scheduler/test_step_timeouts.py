@@ -131,6 +131,21 @@ def test_a_full_batch_that_takes_longer_than_the_timeout_is_made_smaller() -> No
     assert len(loop.good) >= 200 and loop.items - len(loop.good) <= 0.15 * loop.items
 
 
+@pytest.mark.parametrize("callers", [1, 2, 8, 64])
+@pytest.mark.parametrize("idle_ms", [0.0, FRESH_MS + 1])
+def test_a_batch_that_lasts_as_long_as_its_items_one_by_one_is_found_at_little_cost(
+    callers: int, idle_ms: float
+) -> None:
+    """Each larger batch ends too late: all of its items are lost."""
+    loop = ClosedLoop(one_step(items_max=8), callers, jittered(0, 100))
+    measured(loop.harness, 100).ended.clear()
+    loop.harness.advance(idle_ms)
+    loop.run(3)
+    print(f"{callers} callers: {len(loop.good) / 3:.1f}/s good, {loop.items} run, {len(loop.bad)} failed")
+    assert len(loop.good) >= 25  # of 30
+    assert loop.items - len(loop.good) <= 6
+
+
 def test_the_instances_of_a_step_share_what_can_be_done() -> None:
     loop = ClosedLoop(one_step(instances=3), 32, jittered(100)).run(5)
     assert len(loop.good) >= 125 and loop.items - len(loop.good) <= 15
