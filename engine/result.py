@@ -247,7 +247,7 @@ def _error_of_fail(end: ev.Fail) -> WeftlineError:
     if kind is None:
         return StepError(f"{end.error}: {end.message}", end.step)
     message = f"step {end.step}: {end.message}" if end.step else end.message
-    return InputError(message, param=end.param) if kind is InputError else kind(message)
+    return kind(message, param=end.param) if issubclass(kind, InputError) else kind(message)
 
 
 # streams

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from weftline.errors import InputError
+from weftline.errors import ContextOverflow, InputError
 from weftline.nodes.contract import ConfigError
 
 TEXT_CHARS_MAX = 4 << 20
@@ -171,7 +171,7 @@ def _too_many_chars(text: Text) -> InputError | None:
 
 def too_long(tokens: int, limit: int, what: str = "text") -> InputError:
     """Return the error for a text that has more tokens than a model reads."""
-    return InputError(
+    return ContextOverflow(
         f"the {what} has {tokens} tokens, and the model reads at most {limit}\n"
         "    fix: shorten or split it, or set `overflow: end` to cut it, or for classifications `windows` to read all"
     )

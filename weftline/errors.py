@@ -3,6 +3,7 @@
     WeftlineError
     |-- PipelineError          the file or builder describes something that cannot run (all problems at once)
     |-- InputError             a request's input is wrong, or too large
+    |   `-- ContextOverflow    a text has more tokens than the model reads
     |-- UnknownModel           no model of that name and version is served
     |-- AccessDenied           a missing or invalid token, or one without this permission
     |-- ModelError             a node could not open its model
@@ -99,6 +100,10 @@ class InputError(WeftlineError):
     def __init__(self, message: str, *, param: str = "") -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextOverflow(InputError):
+    """A prompt or text has more tokens than the model reads; a shorter one, or another model, can succeed."""
 
 
 class UnknownModel(WeftlineError):
@@ -261,7 +266,7 @@ CAUSES_MAX = 8
 BY_NAME: dict[str, type[WeftlineError]] = {
     cls.__name__: cls
     for cls in (
-        *(InputError, ModelError, StepError, WorkerDied),
+        *(InputError, ContextOverflow, ModelError, StepError, WorkerDied),
         *(Unavailable, LimitReached, StepUnavailable, DeadlineExceeded, RequestCancelled),
     )
 }

@@ -18,6 +18,7 @@ reasoning is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -47,6 +48,7 @@ ID_CHARS = 9
 
 _MISTRAL_HEADER = re.compile(r'\s*([^\s\[\]{}"]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\]\s*)?')
 _FUNCTION = "<function="
+_CUT_CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": (.*)', re.DOTALL)
 _STRUCTURE = re.compile(r'[\\"{}\[\]]')
 
 
@@ -83,7 +85,8 @@ class AnswerParser:
     @property
     def parts(self) -> AnswerParts:
         """Return the parts so far."""
-        return AnswerParts(self._content.whole(), self._reasoning.whole(), tuple(self._calls))
+        content = "" if self._syntax.forced else self._content.whole()
+        return AnswerParts(content, self._reasoning.whole(), tuple(self._calls))
 
     @property
     def has_calls(self) -> bool:
@@ -100,7 +103,8 @@ class AnswerParser:
             self._content.flush_space()
         calls = tuple(self._calls[self._pushed_calls :]) if len(self._calls) > self._pushed_calls else ()
         self._pushed_calls = len(self._calls)
-        return AnswerParts(self._content.pop(), self._reasoning.pop(), calls)
+        content = self._content.pop()  # of a forced call it is notation that was cut
+        return AnswerParts("" if self._syntax.forced else content, self._reasoning.pop(), calls)
 
     def _advance(self, text: str, final: bool) -> None:
         self._rest = self._rest + text if self._rest else text
@@ -191,6 +195,8 @@ class AnswerParser:
             self._at_start, self._state = False, self._after_state
             return True
         if end or final or self._value_chars == CALL_CHARS_MAX:
+            if self._syntax.forced:
+                self._add_cut_calls()
             self._held += self._value_text
             self._end_as_content()
             return True
@@ -245,6 +251,18 @@ class AnswerParser:
         for name, arguments in found[: self._syntax.calls_max - len(self._calls)]:
             self._calls.append(self._call(name, arguments))
         return True
+
+    def _add_cut_calls(self) -> None:
+        """Add the calls of a value that was cut, the last one with the arguments so far. The grammar fixed its form."""
+        text, decoder = "".join(self._value_text).removeprefix("["), json.JSONDecoder()
+        with contextlib.suppress(ValueError, RecursionError):
+            while text:
+                value, end = decoder.raw_decode(text)
+                self._calls.append(self._call(*_call_of(value)))
+                text = text[end:].lstrip(", ")
+        if (cut := _CUT_CALL.match(text)) is not None:
+            self._calls.append(self._call(json.loads(cut[1]), cut[2]))
+        del self._calls[self._syntax.calls_max :]
 
     def _objects(self, text: str) -> list[Any]:
         """Return the objects that describe calls; the header may hold the name of a single one."""

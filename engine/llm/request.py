@@ -18,7 +18,7 @@ from weftline.engine.llm.retention import Retention
 from weftline.engine.llm.sequence import Sequence, check_tokens
 from weftline.engine.llm.vision.positions import RotaryPositions
 from weftline.engine.llm.vision.prompt import PromptImage
-from weftline.errors import InputError, WeftlineError
+from weftline.errors import ContextOverflow, WeftlineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def to_sequences(
     """Return the request's sequences, the one that computes the prompt first; InputError for an invalid prompt."""
     if len(prompt) >= context_max:
         found = f"found {len(prompt)} tokens, expected at most {context_max - 1}; shorten it"
-        raise InputError(f"prompt: {found}", param="prompt")
+        raise ContextOverflow(f"prompt: {found}", param="prompt")
     known = check_tokens(prompt, vocabulary)
     limit = len(known) if options.pool else min(len(known) + max(params.tokens_max, 1), context_max)
     seed = secrets.randbits(62) if params.seed is None else params.seed

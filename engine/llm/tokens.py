@@ -35,7 +35,7 @@ from weftline.engine.llm.detokenizer import (
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
 from weftline.engine.llm.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
-from weftline.errors import InputError, ModelError, first_line
+from weftline.errors import ContextOverflow, InputError, ModelError, first_line
 from weftline.nodes.hugging_face import reason_without_path
 from weftline.nodes.json_value import NotJson
 from weftline.nodes.strict_json import FILES, parse
@@ -280,7 +280,8 @@ class Tokens:
     def _check_texts(self, texts: list[str], owners: Sequence[str]) -> None:
         """Check the texts of a conversation. owners: the part of the request that each is from."""
         if sum(map(len, texts)) > self.chars_max:
-            raise InputError(f"prompt: more than {self.chars_max} characters, which cannot fit the model's context")
+            message = f"prompt: more than {self.chars_max} characters, which cannot fit the model's context"
+            raise ContextOverflow(message, param="prompt")
         for owner, text in zip(owners, texts, strict=True):
             self._check_text(owner, text)
 
@@ -288,7 +289,8 @@ class Tokens:
         if not isinstance(text, str):
             raise InputError(f"{where}: found {type(text).__name__}, expected text")
         if len(text) > self.chars_max:
-            raise InputError(f"{where}: found {len(text)} characters, expected at most {self.chars_max} for this model")
+            message = f"{where}: found {len(text)} characters, expected at most {self.chars_max} for this model"
+            raise ContextOverflow(message, param=where.rpartition(".")[2])
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -32,6 +32,9 @@ Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 SPAN = "weftline.traceparent"
 """Scope key of the trace context of the request's own span, for the response headers."""
 
+REQUEST_ID = "weftline.request_id"
+"""Scope key of the id of a request without one of its caller."""
+
 ROOM = "weftline.room"
 """Scope key of the HttpRoom."""
 
@@ -155,11 +158,11 @@ def ask_for(
 
 
 def id_of(request: Request) -> str:
-    """Return the request id of the caller; '' without one."""
+    """Return the request id of the caller, or the one that the response gets instead."""
     given = request.headers.get("x-request-id", "")
     if len(given) > ID_CHARS_MAX or not given.isprintable():
         raise HttpError(f"x-request-id: expected at most {ID_CHARS_MAX} printable characters")
-    return given
+    return given or str(request.scope.get(REQUEST_ID, ""))
 
 
 def deadline_ms_of(request: Request) -> float | None:

@@ -9,21 +9,28 @@ class HttpError(InputError):
     """A request that the HTTP server itself refuses.
 
     code:  the HTTP status of the answer.
+    name:  OpenAI's code of the error; '' for that of the status.
+    allow: methods that the path accepts, of an error 405.
     close: close the connection after the answer, since the bytes that follow cannot be attributed to a request.
     """
 
-    def __init__(self, message: str, *, code: int = 400, param: str = "", close: bool = False) -> None:
+    def __init__(
+        self, message: str, *, code: int = 400, param: str = "", close: bool = False, name: str = "", allow: str = ""
+    ) -> None:
         super().__init__(message, param=param)
         self.code = code
+        self.name = name
+        self.allow = allow
         self.close = close
 
 
 def unknown_path() -> HttpError:
-    return HttpError("there is nothing at this path", code=404)
+    return HttpError("there is nothing at this path", code=404, name="unknown_url")
 
 
 def wrong_method(allowed: set[str]) -> HttpError:
-    return HttpError(f"this path accepts {', '.join(sorted(allowed))}", code=405)
+    methods = ", ".join(sorted(allowed))
+    return HttpError(f"this path accepts {methods}", code=405, name="method_not_supported", allow=methods)
 
 
 def too_large(bytes_max: int) -> HttpError:
@@ -32,4 +39,4 @@ def too_large(bytes_max: int) -> HttpError:
 
 def unsupported(field: str, why: str) -> HttpError:
     """Return the error of a field that would change the answer if it were implemented."""
-    return HttpError(f"{field}: {why}", param=field)
+    return HttpError(f"{field}: {why}", param=field, name="unsupported_parameter")

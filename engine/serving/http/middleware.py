@@ -18,6 +18,7 @@ import asyncio
 import ipaddress
 import logging
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
@@ -34,7 +35,7 @@ from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import Body
 from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
-from weftline.engine.serving.http.context import ID_CHARS_MAX, ROOM, SPAN, HttpContext, HttpRoom
+from weftline.engine.serving.http.context import ID_CHARS_MAX, REQUEST_ID, ROOM, SPAN, HttpContext, HttpRoom
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
@@ -82,6 +83,7 @@ class HttpGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope: {scope['type']}")
+        scope[REQUEST_ID] = f"req_{secrets.token_hex(12)}"
         origin = self._origin(scope)
         sender = _ResponseSender(send, scope, cors_headers(origin) if self._origins else ())
         try:
@@ -220,8 +222,9 @@ class _ResponseSender:
             self.started = True
             headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff"), *self._headers]
             id, span = Headers(scope=self._scope).get("x-request-id", ""), self._scope.get(SPAN, "")
-            if id and len(id) <= ID_CHARS_MAX and id.isprintable():
-                headers.append((b"x-request-id", id.encode("latin-1")))
+            if not (id and len(id) <= ID_CHARS_MAX and id.isprintable()):
+                id = self._scope[REQUEST_ID]
+            headers.append((b"x-request-id", id.encode("latin-1")))
             if span:
                 headers.append((b"traceparent", span.encode("latin-1")))
             message = {**message, "headers": headers}

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.replies import ErrorReply, to_status
-from weftline.errors import SessionClosed, UnknownModel
+from weftline.errors import ContextOverflow, SessionClosed, UnknownModel
 
 JSON = "application/json"
 _RETRIABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 DONE = b"data: [DONE]\n\n"
@@ -50,6 +50,8 @@ def error_response(error: BaseException, path: str) -> Response:
         headers["retry-after-ms"] = str(math.ceil(reply.retry_after_s * 1e3))
     if code == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, HttpError) and error.allow:
+        headers["allow"] = error.allow
     if isinstance(error, HttpError) and error.close:
         headers["connection"] = "close"
     return json_response(body, code, headers)
@@ -67,10 +69,14 @@ def openai_problem(error: BaseException) -> dict[str, Any]:
 
 def _openai_body(error: BaseException, reply: ErrorReply, code: int) -> dict[str, Any]:
     kind = _TYPES.get(code, "invalid_request_error" if code < 500 else "server_error")
-    unknown = isinstance(error, UnknownModel)
-    name = "model_not_found" if unknown else _CODES.get(code)
-    param = "model" if unknown else reply.param or None
-    return {"error": {"message": reply.message, "type": kind, "param": param, "code": name}}
+    name, param, message = _CODES.get(code), reply.param or None, reply.message
+    if isinstance(error, UnknownModel):
+        name, param = "model_not_found", "model"
+    elif isinstance(error, ContextOverflow):  # clients look for these words
+        name, message = "context_length_exceeded", f"This model's maximum context length is exceeded: {message}"
+    elif isinstance(error, HttpError):
+        name = error.name or name
+    return {"error": {"message": message, "type": kind, "param": param, "code": name}}
 
 
 def event(value: Mapping[str, Any] | msgspec.Raw) -> bytes:

@@ -63,7 +63,7 @@ class Transcriptions(Endpoint):
             return text_response(SUBTITLES[body.response_format](segments))
         header = {
             "task": self.task,
-            "language": outputs.get(ports.detected or "") or body.language,
+            "language": outputs.get(ports.detected or "") or body.language or "",
             "duration": await self._seconds(request, recording),
             "text": text,
         }

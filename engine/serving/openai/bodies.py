@@ -156,7 +156,9 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
             elif not any(_same(value, one) for one in cls.refused[name]):
                 wrong[field] = why_refused(name)
         if wrong:
-            raise HttpError("; ".join(f"{field}: {why}" for field, why in wrong.items()), param=next(iter(wrong)))
+            first = next(iter(wrong))
+            name = "unknown_parameter" if wrong[first].startswith(UNKNOWN) else "unsupported_parameter"
+            raise HttpError("; ".join(f"{one}: {why}" for one, why in wrong.items()), param=first, name=name)
 
     @classmethod
     def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
@@ -505,10 +507,13 @@ def answers_output(body: GenerationBody, output: str | None) -> str | None:
     return output
 
 
+UNKNOWN = "unknown field; "
+
+
 def unknown_field(field: str, known: Sequence[str]) -> str:
     """Return the problem of an unknown field, with the nearest known one."""
     near = difflib.get_close_matches(field, known, n=1)
-    return "unknown field; " + (f"did you mean {near[0]}?" if near else "leave it out")
+    return UNKNOWN + (f"did you mean {near[0]}?" if near else "leave it out")
 
 
 def _same(one: Any, other: Any) -> bool:

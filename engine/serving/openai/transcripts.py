@@ -52,10 +52,12 @@ def verbose_json(segments: Segments, fields: Mapping[str, Any], granularities: S
 
 
 def _segment(number: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a segment in OpenAI's form; `seek` and `tokens` are not known here."""
+    """Return a segment in OpenAI's form; its tokens are not known here. seek: start in frames of 10 ms."""
     text = found["text"].encode()
     return {
         "id": number,
+        "seek": round(found["start"] * 100),
+        "tokens": [],
         "start": found["start"],
         "end": found["end"],
         "text": found["text"],

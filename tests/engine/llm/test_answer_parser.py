@@ -36,6 +36,27 @@ def calls_of(parts: AnswerParts) -> list[tuple[str, Any]]:
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in parts.calls]
 
 
+FORCED = {
+    "hermes": f"<tool_call>\n{LOOK}\n</tool_call>\n<tool_call>\n{STOP}\n</tool_call>",
+    "llama3": f"{LLAMA_LOOK}; {LLAMA_STOP}",
+    "mistral": f"[TOOL_CALLS][{LOOK}, {STOP}]",
+}
+
+
+@pytest.mark.parametrize("tools", FORCED)
+def test_a_forced_call_that_is_cut_leaves_no_notation(tools: str) -> None:
+    text = FORCED[tools]
+    for end in range(len(text)):
+        found = whole(text[:end], tools=tools, forced=True)
+        assert found.content == ""
+        for call, (name, arguments) in zip(found.calls, CALLED, strict=False):
+            assert call["function"]["name"] == name
+            assert json.dumps(arguments).startswith(call["function"]["arguments"])
+    begun = whole(text[: text.index("sky")], tools=tools, forced=True)
+    assert [call["function"]["arguments"] for call in begun.calls] == ['{"at": "the <b> ']
+    assert calls_of(whole(text, tools=tools, forced=True)) == CALLED
+
+
 SKY = '{"at": "the <b> sky", "n": 2}'
 QUOTED = '<tool_call>{"name": "look", "arguments": {"at": "a \\"</tool_call>\\" {\n \\\\"}}</tool_call>'
 INFINITE = '{"name": "look", "arguments": {"n": 1e999}}'

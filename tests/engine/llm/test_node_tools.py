@@ -92,7 +92,7 @@ def test_several_calls_are_forced_at_once(tmp_path: Path) -> None:
     sampling = {"logit_bias": {"2": -100}, "tokens_max": 300}  # no end of text
     found = answer(node, tools=TOOLS, tool_choice=WEATHER, sampling=sampling)
     assert len(found["tool_calls"]) > 1 and len({one["id"] for one in found["tool_calls"]}) > 1
-    assert all(1 <= arguments(one)["days"] <= 9 for one in found["tool_calls"])
+    assert all(1 <= arguments(one)["days"] <= 9 for one in found["tool_calls"][:-1])  # the last one may be cut
     assert found["usage"]["finish_reason"] == "length"
     node.close()
 
@@ -101,7 +101,7 @@ def test_an_answer_that_is_cut_keeps_its_finish_reason(tmp_path: Path) -> None:
     node = node_of(tmp_path, "{# <tool_call> #}", TOKENS["hermes"])
     found = answer(node, tools=TOOLS, tool_choice=WEATHER, sampling={"tokens_max": 4})
     assert found["usage"]["finish_reason"] == "length" and found["tool_calls"] == []
-    assert found["text"].startswith("<tool_call>\n{")
+    assert found["text"] == ""
     node.close()
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.errors import (
+    ContextOverflow,
     DeadlineExceeded,
     InputError,
     LimitReached,
@@ -25,8 +27,10 @@ from weftline.errors import (
 HI = [{"role": "user", "content": "hi"}]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "cached_tokens": 2, "finish_reason": "length"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 TOKEN = {"id": 7, "token": "é", "logprob": -0.5, "top": [{"id": 8, "token": "e", "logprob": -0.7}]}
 ERRORS: dict[str, BaseException] = {
+    "long": ContextOverflow("step answer: prompt: found 900 tokens, expected at most 511; shorten it", param="prompt"),
     "input": InputError("step answer: sampling.tokens_max: found 0, expected at least 1", param="tokens_max"),
     "busy": LimitReached("the queue is full", retry_after_s=0.25),
     "late": DeadlineExceeded("out of time"),
@@ -226,6 +230,7 @@ def test_calls_are_found_in_the_answers_without_an_output(client: openai.OpenAI,
     ("said", "error", "code"),
     [
         ("input", openai.BadRequestError, 400),
+        ("long", openai.BadRequestError, 400),
         ("busy", openai.RateLimitError, 429),
         ("late", openai.InternalServerError, 504),
         ("broken", openai.InternalServerError, 500),
@@ -252,6 +257,53 @@ def test_errors_are_typed_and_say_nothing_of_the_inside(
         assert refused.value.response.headers["retry-after-ms"] == "250"
     retry = "true" if code in (429, 503) else "false"
     assert refused.value.response.headers["x-should-retry"] == retry
+
+
+CHAT = "/v1/chat/completions"
+CODES: list[tuple[str, str, Any, int, str]] = [
+    ("GET", CHAT, {}, 405, "method_not_supported"),
+    ("POST", "/v1/nothing", {}, 404, "unknown_url"),
+    ("POST", CHAT, {"model": "nope", "messages": HI}, 404, "model_not_found"),
+    ("POST", CHAT, {"model": "chat", "messages": HI, "best_of": 2}, 400, "unsupported_parameter"),
+    ("POST", CHAT, {"model": "chat", "messages": HI, "typo": 2}, 400, "unknown_parameter"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "code"), CODES)
+def test_errors_have_the_types_and_codes_of_openai(
+    endpoint: Hosted, method: str, path: str, body: Any, status: int, code: str
+) -> None:
+    response = httpx.request(method, f"{endpoint.url}{path}", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
+    assert response.headers["x-request-id"].startswith("req_")
+    assert (response.headers.get("allow") == "POST") == (status == 405)
+
+
+def test_an_overflow_has_the_code_and_words_that_clients_act_on(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as refused:
+        client.chat.completions.create(model="fail", messages=[{"role": "user", "content": "long"}])
+    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+
+
+def test_every_response_has_the_id_of_its_request(client: openai.OpenAI, backend: Functions) -> None:
+    found = client.chat.completions.create(model="chat", messages=HI)
+    assert found._request_id is not None and found._request_id == backend.asked[-1].id
+    stream = client.chat.completions.create(model="chat", messages=HI, stream=True)
+    assert stream.response.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_pass_the_strict_models_of_the_client(endpoint: Hosted, stream: bool) -> None:
+    body: Any = {"model": "chat", "messages": HI, "n": 2, "logprobs": True, "top_logprobs": 1, "stream": stream}
+    for name, more in (("chat", {}), ("thinks", {"logprobs": None, "top_logprobs": None, "tools": TOOLS})):
+        with httpx.stream(
+            "POST", f"{endpoint.url}/v1/chat/completions", json=body | {"model": name} | more
+        ) as response:
+            response.read()
+            lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+            for text in lines if stream else [response.text]:
+                (ChatCompletionChunk if stream else ChatCompletion).model_validate_json(text, strict=True)
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
