@@ -33,6 +33,7 @@ from weftline.engine.llm.detokenizer import (
     token_texts,
 )
 from weftline.engine.llm.gguf import NAME, alone, is_gguf
+from weftline.engine.llm.history import fitted
 from weftline.engine.llm.template_options import DEFAULT_TEMPLATE, TemplateOptions
 from weftline.engine.llm.vision.messages import NO_MARKS, Marks, with_parts
 from weftline.errors import ContextOverflow, InputError, ModelError, first_line
@@ -141,7 +142,7 @@ class Tokens:
         media:   characters that stand for pictures and videos in the texts.
         options: variables of the template, and the end of the prompt.
         """
-        turns = check_messages(messages)
+        turns = fitted(check_messages(messages), self.template)
         end = _mark_end(turns) if options.continue_final_message else ""
         if self.image_token:
             turns = with_parts(turns, media)
@@ -428,19 +429,27 @@ def _check_message(where: str, message: object) -> dict[str, Any]:
     checked["content"] = _content(f"{where}.content", message.get("content"), "tool_calls" in checked)
     if isinstance(calls := checked.get("tool_calls"), list):
         checked["tool_calls"] = [_with_arguments(call) for call in calls]
+        if not calls:  # templates take a list for calls, whatever is in it
+            del checked["tool_calls"]
     return checked
 
 
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with its arguments as an object, which templates expect; OpenAI's clients send JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping):
         return call
-    try:
-        arguments = parse(function["arguments"].strip() or "{}", FILES)
-    except NotJson:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = parse(arguments.strip() or "{}", FILES)
+        except NotJson:
+            return call
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    named = {"name": function["name"]} if "name" in function else {}  # first, as models write it
+    return {"type": "function", **call, "function": {**named, **function, "arguments": arguments}}
 
 
 def _content(where: str, content: object, optional: bool) -> str:

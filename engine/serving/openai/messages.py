@@ -23,7 +23,7 @@ from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that are passed to the model; other keys of answers (refusal, annotations) are dropped."""
 MESSAGES_MAX = 1024
@@ -83,9 +83,10 @@ def _read_message(
 ) -> tuple[dict[str, Any], tuple[bytes, ...], tuple[bytes, ...]]:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise HttpError(f"{where}: expected an object with a role of {', '.join(ROLES)}", param="messages")
-    if message.get("function_call") is not None:
-        raise HttpError(f"{where}.function_call: not supported; use tool_calls", param="messages")
+    message = _renamed(message)
     kept = {key: message[key] for key in KEPT if message.get(key) is not None}
+    if "tool_calls" in kept:
+        _check_calls(f"{where}.tool_calls", kept["tool_calls"])
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise HttpError(f"{where}.content: expected a text, or a list of parts", param="messages")
@@ -93,6 +94,29 @@ def _read_message(
         return kept | {"content": _shown(f"{where}.content", content)}, (), ()
     text, images, audio = _read_content(f"{where}.content", content)
     return kept | {"content": text}, images, audio
+
+
+def _renamed(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the newer names of calls, results and reasoning."""
+    call = message.get("function_call")
+    if message["role"] == "function":  # the result of a function_call, whose id is the function's name
+        return message | {"role": "tool", "tool_call_id": message.get("name")}
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        return message | {"tool_calls": [{"id": call.get("name"), "type": "function", "function": call}]}
+    if message.get("reasoning_content") is None and isinstance(message.get("reasoning"), str):
+        return message | {"reasoning_content": message["reasoning"]}
+    return message
+
+
+def _check_calls(where: str, calls: object) -> None:
+    """Refuse tool calls that no client produces."""
+    if not isinstance(calls, list):
+        raise HttpError(f"{where}: expected a list of calls", param="messages")
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            expected = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise HttpError(f"{where}[{place}]: expected {expected}", param="messages")
 
 
 def _read_content(where: str, content: object) -> tuple[str, tuple[bytes, ...], tuple[bytes, ...]]:
