@@ -49,7 +49,7 @@ def _with_single_calls(turns: list[Turn]) -> Iterator[Turn]:
 
 def _with_short_ids(turn: Turn) -> Turn:
     calls = [call | {"id": _short(call.get("id"))} for call in _calls_of(turn)]
-    found = {"tool_calls": calls} if calls else {}
+    found: Turn = {"tool_calls": calls} if calls else {}
     if turn.get("tool_call_id") is not None:
         found["tool_call_id"] = _short(turn["tool_call_id"])
     return turn | found

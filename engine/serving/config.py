@@ -16,7 +16,7 @@ files and options (`serve_file.py`), and to a configuration that goes to another
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,8 @@ large ones. `limits.calls_max` bounds their number."""
 PIPELINES_MAX = 64
 """Most pipelines of one server, and of one repository."""
 
+ALIASES_MAX = 256
+"""Most further names of models."""
 EXPOSED_MAX = 64
 """Most steps of one pipeline that are models of their own."""
 
@@ -85,6 +87,14 @@ Collector = Annotated[
         pattern=r"^(https?://[A-Za-z0-9._:\[\]-]{1,253}/?)?$",
     ),
 ]
+Alias = Annotated[
+    str,
+    worded(
+        "1 to 256 letters, digits and '._/:@-', not starting with a dot or slash",
+        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._/:@-]{0,255}$",
+    ),
+]
+Aliases = Annotated[dict[Alias, Name], Meta(max_length=ALIASES_MAX)]
 StepNames = Annotated[
     tuple[Name, ...], Written(Name | Annotated[list[Name], Meta(max_length=EXPOSED_MAX)], _to_names, list)
 ]
@@ -146,6 +156,8 @@ class HttpConfig:
 
     origins: Origins = ()
     """Origins of web pages whose scripts may call the server (CORS), exactly as browsers send them."""
+    aliases: Aliases = field(default_factory=dict)
+    """Further names of models on OpenAI's routes, {name: model}, such as {openai/gpt-4o: assistant.answer}."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -54,6 +54,7 @@ class HttpContext:
     trace, logs:   settings that v2 clients may change.
     strict:        not ready while any model that should serve is not.
     now_s:         seconds since the epoch.
+    aliases:       further names of models on OpenAI's routes.
     """
 
     backend: Backend
@@ -66,6 +67,11 @@ class HttpContext:
     logs: LogSettings
     strict: bool = False
     now_s: Callable[[], float] = time.time
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def model_of(self, name: str) -> str:
+        """Return the model of a name on OpenAI's routes."""
+        return self.aliases.get(name, name)
 
     def authorised_info(self, request: Request, model: str, version: str = "") -> ModelInfo:
         """Return the metadata of a model that the caller may use; AccessDenied also for an unknown one."""

@@ -17,6 +17,7 @@ from weftline.engine.serving.replies import ErrorReply, to_status
 from weftline.errors import ContextOverflow, SessionClosed, UnknownModel
 
 JSON = "application/json"
+_OPENAI_PATHS = ("/v1", "/v2/rerank", "/rerank", "/score")
 _RETRIABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
@@ -43,7 +44,7 @@ def error_response(error: BaseException, path: str) -> Response:
     """Return the response for an error; under /v1 in OpenAI's format, else in v2's."""
     reply = to_status(error)
     code = _code_of(error, reply)
-    body = _openai_body(error, reply, code) if path.startswith("/v1") else {"error": reply.message}
+    body = _openai_body(error, reply, code) if path.startswith(_OPENAI_PATHS) else {"error": reply.message}
     headers = {"x-should-retry": "true" if reply.status in _RETRIABLE and code != 413 else "false"}
     if reply.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(reply.retry_after_s))

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import weftline
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http import rest_v2
@@ -33,6 +34,7 @@ from weftline.engine.serving.openai.endpoints import (
     Embeddings,
     OpenAiModels,
     Rerank,
+    Score,
 )
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,12 +65,13 @@ def _openai(context: HttpContext) -> list[Route]:
         _post("/v1/chat/completions", Chat(context).create),
         _post("/v1/completions", Completions(context).create),
         _post("/v1/embeddings", Embeddings(context).create),
-        _post("/v1/rerank", Rerank(context).create),
+        *(_post(path, Rerank(context).create) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+        *(_post(path, Score(context).create) for path in ("/score", "/v1/score")),
         _post("/v1/audio/speech", Speech(context).create),
         _post("/v1/audio/transcriptions", Transcriptions(context).create),
         _post("/v1/audio/translations", Translations(context).create),
         _get("/v1/models", models.list),
-        _get("/v1/models/{model}", models.get),
+        _get("/v1/models/{model:path}", models.get),
     ]
 
 
@@ -124,6 +127,9 @@ def _probes(context: HttpContext) -> list[Route]:
         origin = f"{request.url.scheme}://{request.headers.get('host', 'localhost')}"
         return docs_response(_described(context, request), origin)
 
+    async def version(request: Request) -> ASGIApp:
+        return json_response({"version": weftline.__version__})
+
     return [
         _get("/livez", probes.live),
         _get("/readyz", probes.ready),
@@ -132,6 +138,8 @@ def _probes(context: HttpContext) -> list[Route]:
         _get("/metrics", probes.metrics),
         _get("/openapi.json", openapi),
         _get("/docs", docs),
+        _get("/version", version),
+        _both("/ping", probes.live),
     ]
 
 

@@ -74,6 +74,7 @@ class HttpServer(NetworkServer):
             trace=trace or TraceSettings(),
             logs=logs or LogSettings(),
             strict=config.strict,
+            aliases=self._at.aliases,
         )
         self.app: Starlette = application(self.context, gate, self._at.host, self._at.origins)
         self.port = 0

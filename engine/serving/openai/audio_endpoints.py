@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from weftline.engine.serving.http.body import file_field, form_of, text_field
 from weftline.engine.serving.http.connection import while_connected
-from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
+from weftline.engine.serving.http.context import HttpContext, caller_of
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response
 from weftline.engine.serving.model_info import ModelInfo
@@ -47,9 +47,9 @@ class Transcriptions(Endpoint):
         fields: dict[str, Any] = {name: form.getlist(name) for name in form if name not in ("file", GRANULARITIES)}
         fields |= {name: value for name, value in texts.items() if value is not None}
         body = TranscriptionBody.parse(fields | {GRANULARITIES: [str(one) for one in form.getlist(GRANULARITIES)]})
-        ports = self._ports(self._context.authorised_info(request, body.model))
+        ports = self._ports(self._info(request, body.model))
         recording = await file_field(form, "file")
-        ask = ask_for(request, body.model, self._inputs(body, ports, recording), _timed_outputs(body, ports))
+        ask = self._ask(request, body.model, self._inputs(body, ports, recording), _timed_outputs(body, ports))
         if body.streamed:
             return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
         [outputs] = await self._outputs_of(request, [ask])
@@ -124,7 +124,7 @@ class Speech(Endpoint):
 
     async def create(self, request: Request) -> ASGIApp:
         body = SpeechBody.parse(await self._object(request))
-        ports = speech_ports(self._context.authorised_info(request, body.model))
+        ports = speech_ports(self._info(request, body.model))
         inputs: dict[str, Any] = {ports.text: body.input}
         if ports.voice is not None and body.voice is not None:
             inputs[ports.voice] = body.voice
@@ -132,7 +132,7 @@ class Speech(Endpoint):
             inputs[ports.speed] = body.speed
         elif body.speed != 1:
             raise unsupported("speed", "the model has no input `speed: json`; its operator sets it, leave it out")
-        [outputs] = await self._outputs_of(request, [ask_for(request, body.model, inputs, [ports.output])])
+        [outputs] = await self._outputs_of(request, [self._ask(request, body.model, inputs, [ports.output])])
         samples = outputs.get(ports.output)
         samples = np.zeros(0, np.float32) if samples is None else samples
         content = await asyncio.to_thread(encode_recording, samples, body.response_format)

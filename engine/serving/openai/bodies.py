@@ -166,9 +166,12 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
         return {name: _texts(name, fields.get(name), texts_max) for name in cls.texts}
 
 
-def _texts(field: str, value: Any, texts_max: int | None) -> list[str]:
-    """Return the texts of a field: a text, or a list of texts, or of documents, which are texts or have one."""
-    texts = [value] if isinstance(value, str) and field != "documents" else value
+def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) -> list[str]:
+    """Return the texts of a field: a text, or a list of texts, or of documents, which are texts or have one.
+
+    single: documents may be one text.
+    """
+    texts = [value] if isinstance(value, str) and (field != "documents" or single) else value
     if isinstance(texts, list) and any(isinstance(one, int | list) for one in texts):
         raise HttpError(f"{field}: found token ids; expected text", param=field)
     if isinstance(texts, list) and field == "documents":
@@ -178,7 +181,7 @@ def _texts(field: str, value: Any, texts_max: int | None) -> list[str]:
         expected = objects if field == "documents" else "a text, or a list of texts"
         raise HttpError(f"{field}: expected {expected}", param=field)
     if texts_max is not None and len(texts) > texts_max:
-        raise HttpError(f"{field}: found {len(texts)} texts, limits.batch_max is {texts_max}", param=field)
+        raise HttpError(f"{field}: found {len(texts)} texts, expected at most {texts_max}", param=field)
     return texts
 
 
@@ -447,6 +450,35 @@ class RerankBody(TruncatingBody, frozen=True, kw_only=True):
     documents: Documents
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: Flag = None
+
+
+class ScoreBody(TruncatingBody, frozen=True, kw_only=True):
+    """Body of /v1/score, as vLLM has it: a text and others, or as many of both. Each pair has names in four forms."""
+
+    refused = RERANK_REFUSED
+    without_effect = POOLING_WITHOUT_EFFECT
+
+    text_1: Any = None
+    text_2: Any = None
+    queries: Any = None
+    documents: Any = None
+    items: Any = None
+    data_1: Any = None
+    data_2: Any = None
+
+    def pairs(self, texts_max: int) -> list[tuple[str, list[str]]]:
+        """Return each first text with the texts that it is paired with."""
+        forms = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+        form = next((one for one in forms if None not in (getattr(self, one[0]), getattr(self, one[1]))), None)
+        if form is None:
+            raise HttpError("text_1, text_2: expected both, a text or a list of texts each", param="text_1")
+        firsts, seconds = (_texts(name, getattr(self, name), texts_max, single=True) for name in form)
+        if len(firsts) == 1:
+            return [(firsts[0], seconds)]
+        if len(firsts) != len(seconds):
+            found = f"found {len(firsts)} and {len(seconds)} texts"
+            raise HttpError(f"{form[0]}: {found}, expected one, or as many of both", param=form[0])
+        return [(first, [second]) for first, second in zip(firsts, seconds, strict=True)]
 
 
 class SpeechBody(OpenAiBody, frozen=True, kw_only=True):

@@ -29,12 +29,14 @@ from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.http.responses import DONE, JSON, EventStream, event, json_response
 from weftline.engine.serving.lifecycle import gather_or_cancel
+from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
     CompletionBody,
     EmbeddingBody,
     GenerationBody,
     RerankBody,
+    ScoreBody,
     TruncatingBody,
     answers_output,
 )
@@ -71,16 +73,35 @@ class Endpoint:
     async def _object(self, request: Request) -> dict[str, Any]:
         return await json_object_of(request, self._context.limits.message_bytes_max, json=self._context.json)
 
+    def _info(self, request: Request, name: str) -> ModelInfo:
+        return self._context.authorised_info(request, self._context.model_of(name))
+
+    def _ask(
+        self,
+        request: Request,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        priority: int | None = None,
+    ) -> Ask:
+        return ask_for(request, self._context.model_of(name), inputs, outputs, priority)
+
     async def _outputs_of(
         self, request: Request, asks: Sequence[Ask], field: str = "", encoded: bool = False
     ) -> list[dict[str, Any]]:
-        """Run requests concurrently and return their outputs; the first error cancels the others.
+        """Run requests, `limits.batch_max` at a time, and return their outputs; the first error cancels the others.
 
         field:   field with a list of values, one for each request, which is named in an InputError; '': none is.
         encoded: large json stays Packed.
         """
         wheres = [f"{field}[{place}]: " if field else "" for place in range(len(asks))]
-        runs = [self._outputs(request, one, where, encoded) for one, where in zip(asks, wheres, strict=True)]
+        places = asyncio.Semaphore(self._context.limits.batch_max)
+
+        async def run(ask: Ask, where: str) -> dict[str, Any]:
+            async with places:
+                return await self._outputs(request, ask, where, encoded)
+
+        runs = list(map(run, asks, wheres))
         return await while_connected(request.receive, gather_or_cancel(runs))
 
     async def _outputs(self, request: Request, ask: Ask, where: str, encoded: bool) -> dict[str, Any]:
@@ -188,7 +209,7 @@ class GenerationEndpoint(Endpoint, ABC):
         scored = self._streamed_logprobs(body, ports)
         wanted = [ports.output, ports.reasoning, scored, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
-        asks = [ask_for(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
+        asks = [self._ask(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
         caller_of(request).spend(len(asks) * body.n - 1)
         return asks
 
@@ -204,7 +225,7 @@ class Chat(GenerationEndpoint):
 
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
         body = ChatBody.parse(fields)
-        ports = chat_ports(self._context.authorised_info(request, body.model))
+        ports = chat_ports(self._info(request, body.model))
         return body, ports, [chat_inputs(body, ports)]
 
 
@@ -215,7 +236,7 @@ class Completions(GenerationEndpoint):
 
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
         body = CompletionBody.parse(fields, texts_max=self._context.limits.batch_max)
-        ports = completion_ports(self._context.authorised_info(request, body.model))
+        ports = completion_ports(self._info(request, body.model))
         return body, ports, [{ports.prompt: one} for one in body.prompt]
 
 
@@ -279,18 +300,24 @@ async def chunks(
 # other routes
 
 
+EMBEDDING_TEXTS_MAX = 2048
+"""Most texts of a call, as at OpenAI."""
+
+
 class Embeddings(Endpoint):
     """POST /v1/embeddings."""
 
     async def create(self, request: Request) -> ASGIApp:
-        body = EmbeddingBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
-        info = self._context.authorised_info(request, body.model)
+        body = EmbeddingBody.parse(await self._object(request), texts_max=EMBEDDING_TEXTS_MAX)
+        info = self._info(request, body.model)
         ports = embedding_ports(info)
         if (length := vector_length(info, ports.output)) is not None:
             body.check_dimensions(length)
         common = tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
-        asks = [ask_for(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input]
+        asks = [
+            self._ask(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input
+        ]
         caller_of(request).spend(len(asks) - 1)
         with body.naming_truncation():
             answers = await self._outputs_of(request, asks, "input" if len(asks) > 1 else "")
@@ -336,11 +363,11 @@ class Rerank(Endpoint):
 
     async def create(self, request: Request) -> ASGIApp:
         body = RerankBody.parse(await self._object(request), texts_max=self._context.limits.batch_max)
-        ports = rerank_ports(self._context.authorised_info(request, body.model))
+        ports = rerank_ports(self._info(request, body.model))
         inputs = {ports.query: body.query, ports.documents: body.documents}
         inputs |= tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
-        ask = ask_for(request, body.model, inputs, wanted, body.priority)
+        ask = self._ask(request, body.model, inputs, wanted, body.priority)
         caller_of(request).spend(len(body.documents) - 1)
         with body.naming_truncation():
             [outputs] = await self._outputs_of(request, [ask])
@@ -355,6 +382,47 @@ class Rerank(Endpoint):
         )
 
 
+class Score(Endpoint):
+    """POST /v1/score, as vLLM has it: the scores of pairs, in their order."""
+
+    async def create(self, request: Request) -> ASGIApp:
+        body = ScoreBody.parse(await self._object(request))
+        pairs = body.pairs(self._context.limits.batch_max)
+        ports = rerank_ports(self._info(request, body.model))
+        common = tenant_of(request, ports) | overflow_of(body, ports)
+        wanted = [name for name in (ports.output, ports.usage) if name]
+        asks = [
+            self._ask(request, body.model, {ports.query: one, ports.documents: others} | common, wanted, body.priority)
+            for one, others in pairs
+        ]
+        caller_of(request).spend(sum(len(others) for _, others in pairs) - 1)
+        with body.naming_truncation():
+            answers = await self._outputs_of(request, asks)
+        scores: list[float] = []
+        for (_, others), outputs in zip(pairs, answers, strict=True):
+            scores += _scores(body.model, len(others), outputs.get(ports.output))
+        usage = sum((usage_of(outputs.get(ports.usage or "")) for outputs in answers), Usage())
+        return json_response(
+            {
+                "id": f"score-{secrets.token_hex(12)}",
+                "object": "list",
+                "created": int(self._context.now_s()),
+                "model": body.model,
+                "data": [{"index": at, "object": "score", "score": one} for at, one in enumerate(scores)],
+                "usage": usage.prompt_json(),
+            }
+        )
+
+
+def _scores(model: str, count: int, scores: np.ndarray | None) -> list[float]:
+    """Return the scores of `count` texts; StepError where the model gave others."""
+    found = 0 if scores is None else len(scores)
+    if scores is None or found != count:
+        raise StepError(f"model {model} gave {found} scores for {count} documents")
+    _check_finite(scores, f"model {model} gave scores")
+    return [float(one) for one in scores]
+
+
 def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]:
     """Return the `top_n` documents with the highest scores, the highest first; equal ones keep their order.
 
@@ -362,9 +430,7 @@ def ranking(body: RerankBody, scores: np.ndarray | None) -> list[dict[str, Any]]
     """
     if scores is None:
         return []
-    if len(scores) != len(body.documents):
-        raise StepError(f"model {body.model} gave {len(scores)} scores for {len(body.documents)} documents")
-    _check_finite(scores, f"model {body.model} gave scores")
+    _scores(body.model, len(body.documents), scores)
     results: list[dict[str, Any]] = []
     for index in np.argsort(-scores.astype(np.float64), kind="stable")[: body.top_n].tolist():
         document = {"document": {"text": body.documents[index]}} if body.return_documents else {}
@@ -382,10 +448,14 @@ class OpenAiModels(Endpoint):
     async def list(self, request: Request) -> ASGIApp:
         caller = caller_of(request)
         ready = [one.name for one in self._context.backend.index() if one.ready and caller.may_use_model(one.name)]
-        return json_response({"object": "list", "data": [self._model(name) for name in ready]})
+        names = {name: name for name in ready}
+        names |= {alias: name for alias, name in self._context.aliases.items() if name in names}
+        return json_response({"object": "list", "data": list(map(self._model, names, names.values()))})
 
     async def get(self, request: Request) -> ASGIApp:
-        return json_response(self._model(self._context.authorised_info(request, request.path_params["model"]).name))
+        name = request.path_params["model"]
+        return json_response(self._model(name, self._info(request, name).name))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "weftline"}
+    def _model(self, id: str, name: str) -> dict[str, Any]:
+        """Return a model by one of its names. root: its own name."""
+        return {"id": id, "object": "model", "created": self._created, "owned_by": "weftline", "root": name}

@@ -11,6 +11,7 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     OpenAiBody,
     RerankBody,
+    ScoreBody,
     SpeechBody,
     TranscriptionBody,
 )
@@ -34,6 +35,7 @@ _ROUTES: tuple[tuple[str, type[OpenAiBody]], ...] = (
     ("`/v1/completions`", CompletionBody),
     ("`/v1/embeddings`", EmbeddingBody),
     ("`/v1/rerank`", RerankBody),
+    ("`/v1/score`", ScoreBody),
     ("`/v1/audio/speech`", SpeechBody),
     ("`/v1/audio/transcriptions`, `/v1/audio/translations`", TranscriptionBody),
 )

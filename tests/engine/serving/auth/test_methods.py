@@ -42,6 +42,8 @@ def test_every_kind_is_known_and_only_probes_are_open() -> None:
         "HTTP GET /readyz",
         "HTTP GET /healthz",
         "HTTP GET /health",
+        "HTTP GET /ping",
+        "HTTP POST /ping",
         "HTTP GET /v2/health/live",
         "HTTP GET /v2/health/ready",
     }

@@ -54,6 +54,7 @@ def hosted(
     gate: Gate | None = None,
     shared_memory: bool = False,
     figures: Any = None,
+    aliases: Mapping[str, str] | None = None,
     **config: Any,
 ) -> Iterator[Hosted]:
     """Open a server on a free port; closed at the end without grace."""
@@ -61,7 +62,7 @@ def hosted(
 
         async def start() -> Hosted:
             served = await backend() if callable(backend) else backend
-            full = ServeConfig({}, **{"http": HttpConfig(port=0), **config})
+            full = ServeConfig({}, **{"http": HttpConfig(port=0, aliases=dict(aliases or {})), **config})
             memory = SharedMemory(full.limits, shared_memory)
             server = HttpServer(full, served, gate or Gate(None, full.limits), memory, figures=figures)
             return Hosted(server, asyncio.get_running_loop(), await server.start())

@@ -20,6 +20,7 @@ from weftline.engine.serving.openai.bodies import (
     EmbeddingBody,
     OpenAiBody,
     RerankBody,
+    ScoreBody,
     SpeechBody,
     TranscriptionBody,
 )
@@ -33,6 +34,7 @@ BODIES: dict[str, type[OpenAiBody]] = {
     "completions": CompletionBody,
     "embeddings": EmbeddingBody,
     "rerank": RerankBody,
+    "score": ScoreBody,
     "speech": SpeechBody,
     "transcriptions": TranscriptionBody,
     "translations": TranscriptionBody,

@@ -13,6 +13,7 @@ import openai
 import pytest
 import soundfile
 
+import weftline
 from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
@@ -114,6 +115,9 @@ MODELS = {
 }
 
 
+ALIASES = {"org/embedder": "embed", "org/ranker:v1": "rank", "gone": "no-such-model"}
+
+
 @pytest.fixture(scope="module")
 def backend() -> Functions:
     return Functions(MODELS)
@@ -121,7 +125,7 @@ def backend() -> Functions:
 
 @pytest.fixture(scope="module")
 def endpoint(backend: Functions) -> Iterator[Hosted]:
-    with hosted(backend, limits=ServeLimits(batch_max=8)) as endpoint:
+    with hosted(backend, limits=ServeLimits(batch_max=8), aliases=ALIASES) as endpoint:
         yield endpoint
 
 
@@ -337,6 +341,73 @@ def test_a_ranking_of_other_documents_is_a_failure_of_the_model(endpoint: Hosted
 def test_rerank_refuses_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
     response = rerank(endpoint, **body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_documents_are_ranked_at_every_path(endpoint: Hosted, path: str) -> None:
+    body = {"model": "org/ranker:v1", "query": "red", "documents": ["a", "red b", "c"], "top_n": 2}
+    found = httpx.post(f"{endpoint.url}{path}", json=body).json()
+    assert found["results"] == rerank(endpoint, **body).json()["results"]
+    refused = httpx.post(f"{endpoint.url}{path}", json=body | {"top_n": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "top_n")
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+def test_pairs_of_texts_are_scored_in_their_order(endpoint: Hosted, path: str) -> None:
+    def scores(**body: Any) -> list[float]:
+        found = httpx.post(f"{endpoint.url}{path}", json={"model": "rank"} | body).json()
+        assert [one["index"] for one in found["data"]] == list(range(len(found["data"])))
+        return [one["score"] for one in found["data"]]
+
+    documents = ["a", "red red", "red"]
+    ranked = rerank(endpoint, query="red", documents=documents).json()["results"]
+    wanted = {one["index"]: one["relevance_score"] for one in ranked}
+    assert len(set(wanted.values())) > 1
+    assert scores(text_1="red", text_2=documents) == [wanted[at] for at in range(3)]
+    assert scores(queries="red", documents=documents[1]) == [wanted[1]]
+    assert scores(data_1=["red"] * 3, data_2=documents) == [wanted[at] for at in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"text_1": "a"}, "text_1"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"text_1": 5, "text_2": "a"}, "text_1"),
+        ({"queries": "a", "items": []}, "items"),
+        ({"text_1": "a", "text_2": ["a"] * 9}, "text_2"),
+        ({"text_1": "a", "text_2": "b", "use_activation": False}, "use_activation"),
+    ],
+)
+def test_score_refuses_by_name(endpoint: Hosted, body: dict[str, Any], param: str) -> None:
+    response = httpx.post(f"{endpoint.url}/v1/score", json={"model": "rank"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_call_embeds_up_to_2048_texts(client: openai.OpenAI, backend: Functions) -> None:
+    found = client.embeddings.create(model="embed", input=[f"text {at}" for at in range(2048)])
+    assert [one.index for one in found.data] == list(range(2048)) and len(backend.asked) >= 2048
+    with pytest.raises(openai.BadRequestError, match="expected at most 2048") as refused:
+        client.embeddings.create(model="embed", input=["a"] * 2049)
+    assert refused.value.param == "input"
+
+
+def test_a_model_has_further_names_also_with_a_slash(client: openai.OpenAI) -> None:
+    found = client.embeddings.create(model="org/embedder", input="a")
+    assert found.model == "org/embedder"
+    assert found.data[0].embedding == client.embeddings.create(model="embed", input="a").data[0].embedding
+    listed = {one.id: one for one in client.models.list()}
+    assert listed["org/embedder"].root == "embed" and "gone" not in listed
+    assert client.models.retrieve("org/embedder").id == "org/embedder"
+    for unknown in ("gone", "org/other"):
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.embeddings.create(model=unknown, input="a")
+        assert refused.value.code == "model_not_found"
+
+
+def test_the_version_and_a_ping_are_answered(endpoint: Hosted) -> None:
+    assert httpx.get(f"{endpoint.url}/version").json() == {"version": weftline.__version__}
+    assert [httpx.request(one, f"{endpoint.url}/ping").status_code for one in ("GET", "POST")] == [200, 200]
 
 
 def test_an_unknown_model_has_no_ranking(endpoint: Hosted) -> None:
