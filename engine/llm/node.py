@@ -18,12 +18,12 @@ from weftline.engine.llm.counters import TokenCounters, figures
 from weftline.engine.llm.external.options import ONLY_EXTERNAL
 from weftline.engine.llm.model_check import checked_adapter, checked_model, model_bytes, template_of
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
-from weftline.engine.llm.output import RequestOutput
+from weftline.engine.llm.output import RequestOutput, prompt_outputs
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.ports import TENANT, answer_outputs, head_ports, request_inputs
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
-from weftline.engine.llm.sequence import urgency_ms
+from weftline.engine.llm.sequence import check_tokens, urgency_ms
 from weftline.engine.llm.template_options import TemplateOptions
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.decoding import DecodingThread
@@ -109,7 +109,7 @@ class Llm(StreamNode):
         # of each step that shares the node: cached, as they follow from the options of a request's step
         self._retained = lru_cache(STEPS_KEPT)(self._fixed_tokens)
         self._format = lru_cache(STEPS_KEPT)(self._answer_format)
-        self._refused: list[Piece] = []
+        self._ready: list[Piece] = []
         self._outputs: dict[int, RequestOutput] = {}
         self._counters = TokenCounters()
         self._room: DeviceMemoryLimit | None = None
@@ -260,6 +260,10 @@ class Llm(StreamNode):
             )  # fmt: skip
         except WeftlineError as error:
             self._refuse(item, error)
+            return
+        if not TemplateOptions.read(inputs.get("template")).generate:
+            outputs = prompt_outputs(prepared.prompt, words, engine.context_max)
+            self._ready.append(Piece(item, outputs, last=True))
         else:
             asked = _Submitted(item, prepared, options, now_ms)
             runner = engine.runner
@@ -304,11 +308,11 @@ class Llm(StreamNode):
 
     def _refuse(self, item: int, error: WeftlineError) -> None:
         self._counters.failed += 1
-        self._refused.append(Piece(item, last=True, error=error))
+        self._ready.append(Piece(item, last=True, error=error))
 
     def cancel(self, item: int) -> None:
         engine, _ = self._opened()
-        self._refused = [piece for piece in self._refused if piece.item != item]
+        self._ready = [piece for piece in self._ready if piece.item != item]
         if self._decoding is not None and self._decoding.cancel(item):
             self._counters.dropped += 1
         if any(one.item == item for one in self._long):
@@ -380,7 +384,7 @@ class Llm(StreamNode):
                 self._refuse(request.item, taken)
             else:
                 self._prepare_or_refuse(request, taken)
-        pieces, self._refused = self._refused, []
+        pieces, self._ready = self._ready, []
         for update in engine.step(_now_ms()):
             self._take(update, pieces)
         return pieces
@@ -389,7 +393,7 @@ class Llm(StreamNode):
     def busy(self) -> bool:
         engine = self._engine
         return (
-            bool(self._refused) or bool(self._decoding) or (engine is not None and (engine.busy or not engine.recorded))
+            bool(self._ready) or bool(self._decoding) or (engine is not None and (engine.busy or not engine.recorded))
         )
 
     def _prepared(self, request: _Request, taken: Taken | None) -> Prepared:
@@ -436,6 +440,10 @@ class Llm(StreamNode):
         tools = list(request.offered) or None
         options = TemplateOptions.read(inputs.get("template"))
         prompt, messages = inputs.get("prompt"), inputs.get("messages")
+        if options.tokens is not None:
+            if messages is not None or prompt or tools:
+                raise InputError("template.tokens: found messages, tools or a prompt beside them", param="tokens")
+            return check_tokens(options.tokens, self._opened()[0].runner.vocabulary)
         if (prompt is None) == (messages is None):
             found = "neither" if prompt is None else "both"
             raise InputError(f"llm: found {found} of prompt and messages, expected exactly one")

@@ -8,8 +8,9 @@ the updates of all answers of one request.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weftline.engine.llm.answer_parser import AnswerParser, AnswerParts
 from weftline.engine.llm.answer_syntax import AnswerSyntax
@@ -17,6 +18,9 @@ from weftline.engine.llm.detokenizer import TextStream, TokenName
 from weftline.engine.llm.request import SampledToken, TokenUpdate
 from weftline.engine.llm.sequence import Sequence
 from weftline.errors import InputError
+
+if TYPE_CHECKING:
+    from weftline.engine.llm.tokens import Tokens
 
 _EMPTY = TokenUpdate(-1)
 
@@ -96,6 +100,22 @@ class _Answer:
         """Return why the answer ended: stop, length, or tool_calls."""
         finish = self.latest.finish
         return "tool_calls" if finish == "stop" and self.parser is not None and self.parser.has_calls else finish
+
+
+def prompt_outputs(prompt: SequenceOf[int], tokens: Tokens, context_max: int) -> dict[str, Any]:
+    """Return the outputs of a request without an answer: the tokens of its prompt, and their text."""
+    names = [tokens.name_of(token, control=True).text for token in prompt]
+    answer = {"index": 0, "text": tokens.decode(prompt, control=True), "finish_reason": "stop"}
+    return {
+        "text": answer["text"],
+        "reasoning": "",
+        "tool_calls": [],
+        "usage": {
+            "prompt_tokens": len(prompt), "completion_tokens": 0, "cached_tokens": 0, "finish_reason": "stop",
+        },
+        "logprobs": [],
+        "answers": [answer | {"prompt_token_ids": list(prompt), "prompt_tokens": names, "context_max": context_max}],
+    }  # fmt: skip
 
 
 class RequestOutput:

@@ -148,8 +148,9 @@ def check_tokens(tokens: Iterable[Any], vocabulary: int) -> list[int]:
     """Return a prompt's token ids as a list; InputError when it is empty or an id is not in the vocabulary."""
     ids = list(tokens)
     if not ids:
-        raise InputError("prompt: found no tokens, expected at least 1")
+        raise InputError("prompt: found no tokens, expected at least 1", param="prompt")
     for place, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocabulary:
-            raise InputError(f"prompt: found token id {shown(token)} at {place}, expected 0 to {vocabulary - 1}")
+            found = f"found token id {shown(token)} at {place}, expected 0 to {vocabulary - 1}"
+            raise InputError(f"prompt: {found}", param="prompt")
     return ids

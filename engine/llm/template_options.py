@@ -12,6 +12,7 @@ from weftline.nodes.field_checks import read_fields, shown, unknown_key
 
 VARIABLES_MAX = 64
 DOCUMENTS_MAX = 1024
+TOKENS_MAX = 1 << 20
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """Efforts of reasoning, as OpenAI and vLLM have them."""
 
@@ -30,6 +31,8 @@ class TemplateOptions(Struct, frozen=True):
     documents:              texts for retrieval, for templates that read them.
     add_generation_prompt:  the prompt ends with the beginning of an answer.
     continue_final_message: the prompt ends with the text of the last message, which the answer continues.
+    tokens:                 the prompt as token ids of the model, in place of its text; control tokens among them count.
+    generate:               false: `answers` has the tokens of the prompt, and no answer.
     """
 
     apply: bool = True
@@ -39,6 +42,8 @@ class TemplateOptions(Struct, frozen=True):
     documents: Annotated[list[dict[str, Any]], Meta(max_length=DOCUMENTS_MAX)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tokens: Annotated[list[int], Meta(max_length=TOKENS_MAX)] | None = None
+    generate: bool = True
 
     @classmethod
     def read(cls, value: object) -> TemplateOptions:

@@ -220,9 +220,9 @@ class Tokens:
         """Return a new stream that turns one answer's tokens into text. control: names of control tokens as well."""
         return TextStream(self._incremental(control), stop)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, control tokens left out."""
-        return self._decoder()(ids)
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Return the text of `ids`. control: with the names of control tokens."""
+        return self._decoder(control)(ids)
 
     def name_of(self, id: int, control: bool = False) -> TokenName:
         """Return the name and bytes of a token. control: names of control tokens are part of the text."""

@@ -65,6 +65,8 @@ _HTTP = {
     "POST /v1/embeddings": INFER,
     **dict.fromkeys(("POST /rerank", "POST /v1/rerank", "POST /v2/rerank"), INFER),
     **dict.fromkeys(("POST /score", "POST /v1/score"), INFER),
+    "POST /tokenize": INFER,
+    "POST /detokenize": INFER,
     "POST /v1/audio/speech": INFER,
     "POST /v1/audio/transcriptions": INFER,
     "POST /v1/audio/translations": INFER,

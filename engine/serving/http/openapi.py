@@ -16,10 +16,12 @@ from weftline.engine.llm.template_options import TemplateOptions
 from weftline.engine.serving.http.run_schema import SCHEMAS, run_operation
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
+    MESSAGES,
     SAMPLING_FIELDS,
     TEMPLATE_FIELDS,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     EmbeddingBody,
     OpenAiBody,
     RerankBody,
@@ -91,12 +93,14 @@ _OPENAI: dict[str, tuple[str, type[OpenAiBody]]] = {
     "/v1/embeddings": ("Embed texts.", EmbeddingBody),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), ("Sort documents by a query.", RerankBody)),
     **dict.fromkeys(("/score", "/v1/score"), ("Score pairs of texts.", ScoreBody)),
+    "/detokenize": ("The text of tokens.", DetokenizeBody),
     "/v1/audio/speech": ("Speak a text.", SpeechBody),
     "/v1/audio/transcriptions": ("Transcribe a recording.", TranscriptionBody),
     "/v1/audio/translations": ("Translate one.", TranscriptionBody),
 }
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/run/{model}": ("Run a model on one request.", {}, ()),
+    "/tokenize": ("The tokens of a prompt or conversation.", {"prompt": {"type": "string"}, "messages": MESSAGES}, ()),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
     "/v2/repository/models/{model}/unload": ("Unload a pipeline.", {"parameters": {"type": "object"}}, ()),

@@ -17,7 +17,7 @@ from weftline.engine.serving.replies import ErrorReply, to_status
 from weftline.errors import ContextOverflow, SessionClosed, UnknownModel
 
 JSON = "application/json"
-_OPENAI_PATHS = ("/v1", "/v2/rerank", "/rerank", "/score")
+_OPENAI_PATHS = ("/v1", "/v2/rerank", "/rerank", "/score", "/tokenize", "/detokenize")
 _RETRIABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}

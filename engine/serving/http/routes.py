@@ -35,6 +35,7 @@ from weftline.engine.serving.openai.endpoints import (
     OpenAiModels,
     Rerank,
     Score,
+    Tokenize,
 )
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,6 +71,8 @@ def _openai(context: HttpContext) -> list[Route]:
         _post("/v1/audio/speech", Speech(context).create),
         _post("/v1/audio/transcriptions", Transcriptions(context).create),
         _post("/v1/audio/translations", Translations(context).create),
+        _post("/tokenize", Tokenize(context).tokenize),
+        _post("/detokenize", Tokenize(context).detokenize),
         _get("/v1/models", models.list),
         _get("/v1/models/{model:path}", models.get),
     ]

@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields as fields_of
 
 from weftline.engine.llm.params import CONSTRAINTS, Answers, Logprobs, SamplingParams
+from weftline.engine.llm.template_options import TOKENS_MAX
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS, constraint_of
 from weftline.engine.serving.openai.fields import (
@@ -98,6 +99,10 @@ MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}
 
 Flag = bool | None
 _TEXTS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPTS = {
+    "oneOf": [*_TEXTS["oneOf"], _IDS, {"type": "array", "items": {"oneOf": [{"type": "string"}, _IDS]}, "minItems": 1}]
+}
 _DOCUMENT = {"oneOf": [{"type": "string"}, _object_of(text={"type": "string"})]}
 Texts = Annotated[Any, Meta(extra_json_schema=_TEXTS)]
 Documents = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1})]
@@ -164,6 +169,19 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
         """Return the values of fields that have another form in the request."""
         return {name: _texts(name, fields.get(name), texts_max) for name in cls.texts}
+
+
+def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[int]]:
+    """Return the prompts of a field: a text, token ids, or a list of either."""
+    if isinstance(value, list) and value and all(type(one) is int for one in value):
+        return [value]
+    if not isinstance(value, list) or not any(isinstance(one, list) for one in value):
+        return [*_texts(field, value, texts_max)]
+    if len(value) > (texts_max or len(value)):
+        raise HttpError(f"{field}: found {len(value)} prompts, expected at most {texts_max}", param=field)
+    if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
+        raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
+    return value
 
 
 def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) -> list[str]:
@@ -329,14 +347,17 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """Body of /v1/completions."""
 
-    texts = ("prompt",)
     refused = COMPLETION_REFUSED
     template_fields = ("add_special_tokens",)
     template_base: ClassVar[Mapping[str, Any]] = {"apply": False}
 
-    prompt: Texts
+    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPTS)]
     echo: Flag = None
     logprobs: Logprobs | None = None
+
+    @classmethod
+    def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
+        return super()._derived(fields, texts_max) | {"prompt": _prompts("prompt", fields.get("prompt"), texts_max)}
 
     @property
     def echoed(self) -> bool:
@@ -355,6 +376,13 @@ CUTS: Mapping[Any, str] = {True: "end", False: "error", "END": "end", "START": "
 """Values of `truncate` and `truncation`, as TEI, Cohere, Jina and Voyage have them, in terms of an input `overflow`."""
 
 DIRECTIONS: Mapping[Any, str] = {"right": "end", "left": "start"}
+
+
+class DetokenizeBody(OpenAiBody, frozen=True, kw_only=True):
+    """Body of /detokenize, as vLLM and SGLang have it."""
+
+    tokens: Annotated[list[int], Meta(min_length=1, max_length=TOKENS_MAX)]
+    skip_special_tokens: Annotated[Literal[False], worded("false: control tokens have their names")] | None = None
 
 
 class TruncatingBody(OpenAiBody, frozen=True, kw_only=True):

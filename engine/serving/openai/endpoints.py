@@ -26,15 +26,17 @@ from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.http.body import json_object_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
-from weftline.engine.serving.http.errors import unsupported
+from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.http.responses import DONE, JSON, EventStream, event, json_response
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     EmbeddingBody,
     GenerationBody,
+    OpenAiBody,
     RerankBody,
     ScoreBody,
     TruncatingBody,
@@ -43,6 +45,7 @@ from weftline.engine.serving.openai.bodies import (
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
+    ChatPorts,
     RerankPorts,
     TextPorts,
     chat_ports,
@@ -209,7 +212,8 @@ class GenerationEndpoint(Endpoint, ABC):
         scored = self._streamed_logprobs(body, ports)
         wanted = [ports.output, ports.reasoning, scored, ports.usage, ports.tool_calls, answers]
         outputs = [name for name in wanted if name]
-        asks = [self._ask(request, body.model, {**one, **common}, outputs, body.priority) for one in inputs]
+        merged = [_merged(one, common, ports.template) for one in inputs]
+        asks = [self._ask(request, body.model, one, outputs, body.priority) for one in merged]
         caller_of(request).spend(len(asks) * body.n - 1)
         return asks
 
@@ -237,7 +241,80 @@ class Completions(GenerationEndpoint):
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:
         body = CompletionBody.parse(fields, texts_max=self._context.limits.batch_max)
         ports = completion_ports(self._info(request, body.model))
-        return body, ports, [{ports.prompt: one} for one in body.prompt]
+        return body, ports, [prompt_inputs(ports, one) for one in body.prompt]
+
+
+def prompt_inputs(ports: TextPorts, prompt: str | list[int]) -> dict[str, Any]:
+    """Return the inputs of a prompt: its text, or its token ids for an llm step."""
+    if isinstance(prompt, str):
+        return {ports.prompt: prompt}
+    if ports.template is None:
+        raise unsupported("prompt", "token ids need an input `template: json` of the model; send text, or add one")
+    return {ports.prompt: "", ports.template: {"tokens": prompt}}
+
+
+class Tokenize(Endpoint):
+    """POST /tokenize and /detokenize, as vLLM and SGLang have them."""
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        fields = await self._object(request)
+        strings = fields.pop("return_token_strs", None)
+        ports: ChatPorts | TextPorts
+        if fields.get("messages") is not None:
+            body: GenerationBody = ChatBody.parse(fields)
+            ports = chat_ports(self._info(request, body.model))
+            inputs = chat_inputs(body, ports)  # type: ignore[arg-type]
+        else:
+            body = CompletionBody.parse({**fields, "prompt": fields.get("prompt")})
+            ports = completion_ports(self._info(request, body.model))
+            if len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
+                raise HttpError("prompt: expected one text", param="prompt")
+            inputs = prompt_inputs(ports, body.prompt[0])
+        found = await self._prompt_of(request, body, ports, inputs, template_of(body, ports))
+        return json_response(
+            {
+                "count": len(found["prompt_token_ids"]),
+                "max_model_len": found["context_max"],
+                "tokens": found["prompt_token_ids"],
+                "token_strs": found["prompt_tokens"] if strings else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        body = DetokenizeBody.parse(await self._object(request))
+        ports = completion_ports(self._info(request, body.model))
+        found = await self._prompt_of(request, body, ports, {ports.prompt: ""}, {}, body.tokens)
+        return json_response({"prompt": found["text"]})
+
+    async def _prompt_of(
+        self,
+        request: Request,
+        body: OpenAiBody,
+        ports: ChatPorts | TextPorts,
+        inputs: Mapping[str, Any],
+        template: Mapping[str, Any],
+        tokens: list[int] | None = None,
+    ) -> Mapping[str, Any]:
+        """Return the tokens of a prompt from the llm step, as its `answers` have them."""
+        if ports.template is None or ports.answers is None:
+            why = f"model {body.model} needs an input `template: json` and an output `answers: json` of an llm step"
+            raise HttpError(why, param="model")
+        options = {**template.get(ports.template, {}), "generate": False}
+        options |= {} if tokens is None else {"tokens": tokens}
+        ask = self._ask(request, body.model, {**inputs, ports.template: options}, [ports.answers], body.priority)
+        [outputs] = await self._outputs_of(request, [ask])
+        answers = outputs.get(ports.answers)
+        if not isinstance(answers, list) or not answers or "prompt_token_ids" not in answers[0]:
+            raise StepError(f"model {body.model} returned no tokens of its prompt")
+        found: Mapping[str, Any] = answers[0]
+        return found
+
+
+def _merged(inputs: Mapping[str, Any], common: Mapping[str, Any], template: str | None) -> dict[str, Any]:
+    """Return the inputs of a prompt with those of all prompts; both may have options of the template."""
+    if template is None or template not in inputs:
+        return {**inputs, **common}
+    return {**inputs, **common, template: {**common.get(template, {}), **inputs[template]}}
 
 
 class StreamedText:

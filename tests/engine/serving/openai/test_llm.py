@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import openai
 import pytest
@@ -222,6 +223,42 @@ def test_a_text_is_scored(client: openai.OpenAI, tokens: int, stream: bool) -> N
     assert len(scores.tokens) == usage.prompt_tokens + tokens
     assert "".join(scores.tokens[: usage.prompt_tokens]).endswith(text)
     assert scores.text_offset[-1] == len(text) - (0 if tokens else len(scores.tokens[-1]))
+
+
+def test_a_prompt_of_token_ids_is_that_of_its_text(client: openai.OpenAI, endpoint: Hosted) -> None:
+    def post(path: str, **body: Any) -> Any:
+        response = httpx.post(f"{endpoint.url}{path}", json={"model": "chat"} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    text = "There are 2 red"
+    read = post("/tokenize", prompt=text, return_token_strs=True)
+    assert read["count"] == len(read["tokens"]) == len(read["token_strs"]) and read["max_model_len"] > 100
+    assert post("/detokenize", tokens=read["tokens"])["prompt"].endswith(text)
+    asked: Any = {"model": "chat", "max_tokens": 5, "temperature": 0}
+    whole = client.completions.create(prompt=text, **asked)
+    several = client.completions.create(prompt=[read["tokens"], read["tokens"]], **asked)
+    assert [one.text for one in several.choices] == [whole.choices[0].text] * 2
+    assert client.completions.create(prompt=read["tokens"], **asked).usage == whole.usage
+    chat = post("/tokenize", messages=ASKED)
+    spoken = client.chat.completions.create(model="chat", messages=ASKED, max_tokens=1).usage
+    assert spoken is not None and spoken.prompt_tokens == chat["count"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": [99_999_999]}, "prompt"),
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "no_such": 1}, "no_such"),
+        ("/detokenize", {"tokens": []}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "prompt"),
+        ("/detokenize", {"tokens": ["1"]}, "tokens"),
+    ],
+)
+def test_wrong_token_ids_are_refused_by_name(endpoint: Hosted, path: str, body: Any, param: str) -> None:
+    response = httpx.post(f"{endpoint.url}{path}", json={"model": "chat"} | body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_length_of_zero_needs_an_echo(client: openai.OpenAI) -> None:

@@ -160,6 +160,9 @@ def test_a_completion_streams(client: openai.OpenAI) -> None:
     ("body", "param"),
     [
         ({"prompt": [1, 2, 3]}, "prompt"),
+        ({"prompt": [[1, 2], []]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[1, True]]}, "prompt"),
         ({"prompt": [[1, 2]]}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": None}, "prompt"),
