@@ -259,11 +259,13 @@ class StreamedOutput:
 
     last False: `value` is what is new on a streamed output (text to append).
     last True:  `value` is the whole value of the output.
+    repeats:    it is whole and its parts came before: a reader that prints them skips it. Set by sessions and clients.
     """
 
     output: str
     value: Any
     last: bool
+    repeats: bool = False
 
 
 StreamItem = StreamedOutput | ev.Command

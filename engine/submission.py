@@ -297,11 +297,15 @@ def _listener(
     encoded: large json and detections stay encoded, as in a BorrowedResult.
     """
 
+    grown = set[str]()  # outputs of which parts were passed on
+
     def listen(command: ev.ForCaller) -> ev.Event | None:
         if isinstance(command, ev.OutputReady | ev.ChunkReady):
             value = _copy_out(version, command.value, encoded)
-            whole = isinstance(command, ev.OutputReady)
-            return put(StreamedOutput(command.output, value, whole), command.value.size_bytes)
+            whole, repeats = isinstance(command, ev.OutputReady), command.output in grown
+            if not whole:
+                grown.add(command.output)
+            return put(StreamedOutput(command.output, value, whole, whole and repeats), command.value.size_bytes)
         return put(command, 0)
 
     return listen

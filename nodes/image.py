@@ -34,6 +34,11 @@ REFUSED: tuple[tuple[bytes, str], ...] = (
 )  # fmt: skip
 """Formats that are recognised and refused by name: their decoders have long histories of memory errors."""
 
+_BRANDS = dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1", b"hevc"), "HEIF") | {
+    b"avif": "AVIF", b"avis": "AVIF",
+}  # fmt: skip
+"""Formats by the brand behind `ftyp` (ISO 14496-12); others are videos, mostly."""
+
 WORKING_BYTES_PER_PIXEL: Mapping[str, int] = {"PNG": 9, "JPEG": 13, "WEBP": 18, "BMP": 9, "GIF": 9}
 """Most memory for decoding besides the result, by format: Pillow keeps 4 bytes a pixel, twice where EXIF rotates
 the picture; coefficients of a progressive JPEG take up to 8 more, and libwebp's canvases up to 10."""
@@ -124,9 +129,10 @@ def read_header(data: bytes) -> ImageHeader:
         raise InputError("the picture is truncated: its header ends early") from None
     name = next((name for magic, name in REFUSED if data.startswith(magic)), "")
     if data[4:8] == b"ftyp":
-        name = "HEIF, AVIF or video"
+        name = _BRANDS.get(bytes(data[8:12]), "HEIF, AVIF or video")
     found = f"a {name} file" if name else "no picture that is known"
-    raise InputError(f"{found}; pictures are {', '.join(FORMATS)}")
+    fix = "\n    fix: save it as PNG or JPEG" if name else ""
+    raise InputError(f"{found}; pictures are {', '.join(FORMATS)}{fix}")
 
 
 def _png(data: bytes) -> ImageHeader:

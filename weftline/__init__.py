@@ -88,6 +88,20 @@ _HOMES = {
 """Home of each lazily imported name; equal to the imports for type checkers above."""
 
 
+def _imported(module: str, name: str) -> object:
+    """Import one name; MissingPackage if the client's framework is not installed."""
+    from importlib import import_module
+
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not module.startswith("weftline.engine.client.") or (error.name or "").startswith("weftline"):
+            raise
+        from weftline.errors import MissingPackage
+
+        raise MissingPackage(error.name or "grpcio", "client") from None
+
+
 def _version() -> str:
     """Return the installed version; in a clone that is not installed, the version in pyproject.toml."""
     from importlib import metadata
@@ -112,10 +126,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would accept any attri
         if name == "__version__":
             found = _version()
         elif name in _HOMES:
-            from importlib import import_module
-
-            module, _, attribute = _HOMES[name].partition(":")
-            found = getattr(import_module(module), attribute)
+            found = _imported(*_HOMES[name].split(":"))
         else:
             raise AttributeError(f"module 'weftline' has no attribute {name!r}; it has {', '.join(__all__)}")
         globals()[name] = found

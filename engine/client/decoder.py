@@ -188,7 +188,7 @@ class StreamDecoder:
         if parameters.get(FINAL):
             for name, parts in self._grown.items():
                 if all(isinstance(one, str) for one in parts):
-                    yield StreamedOutput(name, "".join(parts), True)
+                    yield StreamedOutput(name, "".join(parts), True, True)
 
     def _grows(self, port: DescribedPort | None) -> bool:
         """Return True if responses carry parts of this output; without that metadata, text outputs do."""

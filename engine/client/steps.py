@@ -29,6 +29,7 @@ _TOO_LARGE = re.compile(r"(CLIENT: Received|SERVER: Sent|Received|Sent) message 
 _UNREACHABLE = re.compile(
     r"failed to connect|connections to all backends failing|DNS resolution failed|empty address list"
 )
+_HTTP1 = re.compile(r"http1\.x server")
 
 _BY_STATUS: dict[str, type[WeftlineError]] = {
     "INVALID_ARGUMENT": errors.InputError,
@@ -120,6 +121,11 @@ def error_of(refusal: Refusal, url: str) -> WeftlineError:
         error = errors.AccessDenied(message, known=False)
     elif status == "INTERNAL" and (step := _STEP.match(message)):
         error = errors.StepError(message[step.end() :], step[1])
+    elif status == "UNAVAILABLE" and _HTTP1.search(message):
+        error = Unavailable(
+            f"the server at {url} speaks HTTP/1, not gRPC\n    fix: pass its gRPC address; weftline serve prints both,"
+            " and its port is 8001 by default"
+        )
     elif status == "UNAVAILABLE" and _UNREACHABLE.search(message):
         error = Unavailable(
             f"cannot reach a server at {url}\n    fix: start one with `weftline serve`; check its gRPC address and tls"

@@ -24,7 +24,6 @@ PLAIN = (
     "there is no file",
     "there is no such file or folder",
     "No such file or directory",
-    "is given twice",
     "not valid JSON at character",
     "no model has that name",
     "it has no input `messages`",

@@ -15,6 +15,7 @@ from weftline.engine.client.encoder import tensor_of
 from weftline.engine.client.model import DescribedPort
 from weftline.engine.llm.vision.messages import decoded
 from weftline.errors import InputError
+from weftline.nodes.image import read_header
 from weftline.nodes.media import MediaLimits, to_value
 from weftline.nodes.ports import PortType
 
@@ -140,3 +141,12 @@ def test_a_pillow_picture_has_the_limits_and_errors_of_its_file() -> None:
     for given in (data[:-40], Image.open(io.BytesIO(data[:-40]))):
         with pytest.raises(InputError, match="corrupt or truncated"):
             to_value(IMAGE, given)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [(b"\0\0\0\x18ftypheic", "HEIF"), (b"\0\0\0\x18ftypavif", "AVIF"), (b"II*\0" + b"\0" * 20, "TIFF")],
+)
+def test_other_formats_are_refused_by_name_with_a_remedy(data: bytes, name: str) -> None:
+    with pytest.raises(InputError, match=f"a {name} file; .*\n    fix: save it as PNG or JPEG"):
+        read_header(data + b"\0" * 20)

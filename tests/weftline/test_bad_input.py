@@ -58,7 +58,7 @@ def test_malformed_yaml_is_refused_with_its_line(weft, tmp_path: Path, what: str
     [
         ([], "--input x is missing"),
         (["x=1", "z=2"], "--input z: the pipeline has no such input\n    the pipeline's inputs: x (text)"),
-        (["x=1", "x=2"], "--input x is given twice"),
+        (["x=1", "x=2"], "given 2 times"),
         (["x"], "--input 'x': expected NAME=VALUE"),
         (["x=@nowhere.txt"], "input x: there is no file nowhere.txt"),
         (["x=@"], "input x: there is no file"),

@@ -63,3 +63,14 @@ def test_importing_is_quick_and_pulls_in_no_framework() -> None:
     ]
     assert not set(FOREIGN) & set(runs[0][1:])
     assert statistics.median(float(run[0]) for run in runs) < 0.3
+
+
+def test_a_client_without_its_extra_names_the_command() -> None:
+    code = (
+        "import sys; sys.modules['grpc'] = None\n"
+        "import weftline\n"
+        "try:\n    weftline.Client\n"
+        "except weftline.errors.MissingPackage as error:\n    print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "pip install 'weftline[client]'" in ended.stdout, ended.stderr

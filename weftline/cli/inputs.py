@@ -1,5 +1,7 @@
 """Input parser of `weftline run`: `name=text`, `name=@file` and `name=@-`.
 
+An input that is a list is written once for each element, or once as a JSON list.
+
 Everything is read and decoded before a model is loaded, so that a wrong file fails in milliseconds.
 """
 
@@ -31,25 +33,23 @@ def read_inputs(plan: Plan, written: Sequence[str], stdin: BinaryIO, *, partial:
     """
     given = _split(written)
     _check_names(plan, given, partial)
-    return {name: _value(plan, name, text, stdin) for name, text in given.items()}
+    return {name: _value(plan, name, texts, stdin) for name, texts in given.items()}
 
 
-def _split(written: Sequence[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
+def _split(written: Sequence[str]) -> dict[str, list[str]]:
+    given: dict[str, list[str]] = {}
     for one in written:
         name, equals, text = one.partition("=")
         if not equals or not name:
             raise InputError(f"--input {one!r:.80}: expected NAME=VALUE, NAME=@FILE, or NAME=@- for standard input")
-        if name in given:
-            raise InputError(f"--input {name} is given twice")
-        given[name] = text
-    readers = [name for name, text in given.items() if text == STDIN]
+        given.setdefault(name, []).append(text)
+    readers = [name for name, texts in given.items() for text in texts if text == STDIN]
     if len(readers) > 1:
         raise InputError(f"--input {' and '.join(readers)} both read standard input; only one can")
     return given
 
 
-def _check_names(plan: Plan, given: Mapping[str, str], partial: bool) -> None:
+def _check_names(plan: Plan, given: Mapping[str, Sequence[str]], partial: bool) -> None:
     known = [one.name for one in plan.inputs if not one.hidden]
     needed = [] if partial else [one.name for one in plan.inputs if not (one.optional or one.default is not None)]
     unknown = [f"--input {name}: the pipeline has no such input" for name in given if name not in known]
@@ -59,13 +59,27 @@ def _check_names(plan: Plan, given: Mapping[str, str], partial: bool) -> None:
         raise InputError("\n".join([*unknown, *missing, f"    the pipeline's inputs: {inputs}"]))
 
 
-def _value(plan: Plan, name: str, text: str, stdin: BinaryIO) -> Any:
+def _value(plan: Plan, name: str, texts: Sequence[str], stdin: BinaryIO) -> Any:
     given = next(one for one in plan.inputs if one.name == name)
     type, limits = plan.input_types[name], media_limits(plan, given)
     try:
-        return _converted(type, _raw(type, name, text, limits, stdin), limits)
+        if type.kind == "list" and (len(texts) > 1 or not texts[0].lstrip().startswith("[")):
+            return _elements(type.item or PortType("any"), name, texts, limits, stdin)
+        if len(texts) > 1:
+            raise InputError(f"given {len(texts)} times, and it is no list but {type}\n    fix: give it once")
+        return _converted(type, _raw(type, name, texts[0], limits, stdin), limits)
     except InputError as error:
         raise InputError(f"input {name}: {error}") from None
+
+
+def _elements(item: PortType, name: str, texts: Sequence[str], limits: MediaLimits, stdin: BinaryIO) -> list[Any]:
+    values = []
+    for place, text in enumerate(texts):
+        try:
+            values.append(_converted(item, _raw(item, name, text, limits, stdin), limits))
+        except InputError as error:
+            raise InputError(f"element {place}: {error}") from None
+    return values
 
 
 def _raw(type: PortType, name: str, text: str, limits: MediaLimits, stdin: BinaryIO) -> Any:

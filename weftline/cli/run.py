@@ -35,7 +35,7 @@ class RunOptions:
     extra: tuple[str, ...] = ()
     inputs: Annotated[tuple[str, ...], Flag("--input", "NAME=VALUE", short="-i")] = ()
     """One input: NAME=@FILE reads a file, NAME=@- standard input; anything else is the value itself, read as json where
-    the input is json or a tensor. Double the leading @ of a text: @@."""
+    the input is json or a tensor. Double the leading @ of a text: @@. Repeat it for each element of a list."""
 
     outputs: Outputs = ()
     as_json: Annotated[bool, Flag("--json")] = False

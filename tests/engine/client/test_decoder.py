@@ -148,7 +148,7 @@ def test_what_grows_comes_in_pieces_and_whole_at_the_end() -> None:
     assert list(decoder.feed(response("text", "a "))) == [StreamedOutput("text", "a ", False)]
     assert list(decoder.feed(response("facts", {"n": 1}))) == [StreamedOutput("facts", {"n": 1}, True)]
     assert list(decoder.feed(response("text", "b"))) == [StreamedOutput("text", "b", False)]
-    assert list(decoder.feed(final())) == [StreamedOutput("text", "a b", True)]
+    assert list(decoder.feed(final())) == [StreamedOutput("text", "a b", True, True)]
     assert decoder.version == "2"
 
 
@@ -156,7 +156,7 @@ def test_the_last_piece_may_be_the_final_response() -> None:
     decoder = StreamDecoder(description_of(FACE))
     assert list(decoder.feed(response("text", "a", triton_final_response=True))) == [
         StreamedOutput("text", "a", False),
-        StreamedOutput("text", "a", True),
+        StreamedOutput("text", "a", True, True),
     ]
 
 

@@ -52,6 +52,14 @@ def test_a_server_that_is_not_there_is_named() -> None:
     )
 
 
+def test_an_http_port_is_named_as_one() -> None:
+    details = (
+        "failed to connect to all addresses; last error: ... (Trying to connect an http1.x server (HTTP status 400))"
+    )
+    error = error_of(Refusal("UNAVAILABLE", details), "localhost:8000")
+    assert str(error).startswith("the server at localhost:8000 speaks HTTP/1, not gRPC\n    fix: pass its gRPC address")
+
+
 @pytest.mark.parametrize(
     ("text", "side"),
     [

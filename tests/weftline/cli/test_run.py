@@ -262,3 +262,26 @@ def test_an_exception_of_a_step_is_printed_with_its_traceback(weft, write, tmp_p
         assert ended.code == 5
         assert 'steps.py", line 2, in fails' in ended.err
         assert ended.err.endswith("\nKeyError: 'a'\nerror: step a: KeyError: 'a'\n")
+
+
+@pytest.mark.parametrize(
+    ("type", "words", "expected"),
+    [
+        ("list[text]", ["x=a", "x=b"], ["a", "b"]),
+        ("list[text]", ["x=only"], ["only"]),
+        ("list[text]", ['x=["a", "b"]'], ["a", "b"]),
+        ("list[json]", ["x=1", 'x={"k": 2}'], [1, {"k": 2}]),
+    ],
+)
+def test_repeated_inputs_make_a_list(weft, write, type: str, words: list[str], expected: list[object]) -> None:
+    given = [word for one in words for word in ("-i", one)]
+    ended = weft("run", write(ONE.format(type)), "--json", *given)
+    assert json.loads(ended.out)["y"] == expected, ended.err
+
+
+def test_repeated_files_make_a_list_of_pictures(weft, write, tmp_path: Path) -> None:
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (4, 3)).save(tmp_path / name)
+    given = ["-i", f"x=@{tmp_path}/a.png", "-i", f"x=@{tmp_path}/b.png", "--save", str(tmp_path / "out")]
+    ended = weft("run", write(ONE.format("list[image]")), *given)
+    assert ended.code == 0 and len(list((tmp_path / "out").iterdir())) == 2, ended.err
