@@ -214,9 +214,12 @@ class Calls:
 
     def stats(self, model: str = "") -> Steps[dict[str, ModelStats]]:
         """Return the statistics of a model and its steps by name; '' for every model."""
-        request = pb.ModelStatisticsRequest(name=model)
-        response = yield from self.call("ModelStatistics", request, self.retry_state(SHORT_MS))
-        return {one.name: _model_stats(one) for one in response.model_stats}
+        found: dict[str, ModelStats] = {}
+        for name in dict.fromkeys((model, "")):  # the server lists steps where no model is named
+            request = pb.ModelStatisticsRequest(name=name)
+            response = yield from self.call("ModelStatistics", request, self.retry_state(SHORT_MS))
+            found |= {one.name: _model_stats(one) for one in response.model_stats}
+        return {name: one for name, one in found.items() if not model or name == model or name.startswith(f"{model}.")}
 
     def load(self, model: str, deadline_ms: float | None = None) -> Steps[int]:
         """Load or reload a model and return its version; 0 if the server does not report it."""

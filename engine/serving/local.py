@@ -365,7 +365,7 @@ class LocalBackend:
         except InputError:
             if model in self._known:
                 raise SessionClosed(f"model {model} is not loaded") from None
-            raise UnknownModel(f"no model is called {model!r:.140}") from None
+            raise UnknownModel(f"Request for unknown model: no model is called {model!r:.140}") from None
         except SessionClosed as error:
             _log.debug("model %s cannot be asked: %s", model, error)
             raise SessionClosed(f"model {model} is not ready") from None

@@ -103,7 +103,7 @@ class RemoteBackend:
 
     def info(self, model: str, version: str = "") -> ModelInfo:
         if model not in self._states:
-            raise UnknownModel(f"no model is called {model!r:.140}")
+            raise UnknownModel(f"Request for unknown model: no model is called {model!r:.140}")
         info = self._infos.get(model)
         if info is None:
             raise SessionClosed(f"model {model} is not ready")

@@ -107,7 +107,8 @@ class GrpcModels:
     async def model_statistics(self, request: Any) -> Any:
         if request.name:
             info = self._info(request)
-            versions = {info.name: info.version}
+            figures = await self._figures({info.name: info.version})
+            return _statistics_response(one for one in figures if one.name == info.name)  # as Triton: without its steps
         else:
             versions = {one.name: one.version for one in self._seen() if one.version > 0}
         return _statistics_response(await self._figures(versions))

@@ -32,7 +32,6 @@ from weftline.engine.serving.v2.messages import (
     Parameter,
     Tensor,
     WantedOutput,
-    parameters_of,
     region_of,
 )
 from weftline.errors import InputError
@@ -112,7 +111,7 @@ def response_body(
         parameters: dict[str, Any] = dict(one.parameters)
         elements = None
         if one.region is not None:
-            parameters |= parameters_of(one.region)
+            pass  # Triton's C++ client takes any parameters for those of binary data
         elif wanted.binary(one.name):
             raw = _raw(one)
             parameters[SIZE] = len(raw)

@@ -133,7 +133,7 @@ class RestModels:
         return json_response(config_of(self._context.authorised_info(request, name, version)))
 
     async def stats(self, request: Request) -> ASGIApp:
-        """Return the statistics of one model with its steps, or of all models of the caller."""
+        """Return the statistics of one model, or of all models of the caller with their steps."""
         name, version = _named(request) if "model" in request.path_params else ("", "")
         if name:
             info = self._context.authorised_info(request, name, version)
@@ -143,7 +143,7 @@ class RestModels:
             serving = {one.name: one.version for one in self._context.backend.index() if one.ready}
             versions = {name: one for name, one in serving.items() if caller.may_use_model(name)}
         figures = await self._context.figures(versions)
-        return json_response({"model_stats": [_figures(one) for one in figures]})
+        return json_response({"model_stats": [_figures(one) for one in figures if name in ("", one.name)]})
 
 
 class Infer:
@@ -266,7 +266,7 @@ def _texts(name: str, value: object) -> tuple[str, ...]:
 
 
 def _figures(one: ModelFigures) -> dict[str, Any]:
-    nothing = _spent(Spent())
+    nothing, copied = _spent(Spent()), _spent(Spent(one.success.count, 0))  # copies are part of queue and compute_infer
     return {
         "name": one.name,
         "version": str(one.version),
@@ -277,18 +277,18 @@ def _figures(one: ModelFigures) -> dict[str, Any]:
             "success": _spent(one.success),
             "fail": _spent(one.fail),
             "queue": _spent(one.queue),
-            "compute_input": nothing,
+            "compute_input": copied,
             "compute_infer": _spent(one.compute_infer),
-            "compute_output": nothing,
+            "compute_output": copied,
             "cache_hit": nothing,
             "cache_miss": nothing,
         },
         "batch_stats": [
             {
                 "batch_size": batch.size,
-                "compute_input": nothing,
+                "compute_input": _spent(Spent(batch.calls.count, 0)),
                 "compute_infer": _spent(batch.calls),
-                "compute_output": nothing,
+                "compute_output": _spent(Spent(batch.calls.count, 0)),
             }
             for batch in one.batches
         ],

@@ -129,7 +129,9 @@ def text_of(element: Element, type: str = "text") -> str:
 
 
 def _bytes(element: Element, type: str) -> bytes:
-    return text_of(element).encode() if isinstance(element, str) else bytes(element)
+    if not isinstance(element, str):
+        return bytes(element)
+    return element_bytes((element,))[0]
 
 
 def _json(value: Any, type: str) -> Any:

@@ -66,7 +66,8 @@ def config_of(info: ModelInfo) -> dict[str, Any]:
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 0,
         "input": [
-            _port(tensor) | {"optional": port.optional} for tensor, port in zip(meta.inputs, info.inputs, strict=True)
+            _port(tensor) | {"format": "FORMAT_NONE", "optional": port.optional}
+            for tensor, port in zip(meta.inputs, info.inputs, strict=True)
         ],
         "output": [_port(tensor) for tensor in meta.outputs],
         "model_transaction_policy": {"decoupled": info.streams},

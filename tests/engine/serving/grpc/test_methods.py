@@ -114,12 +114,12 @@ def test_statistics_count_requests_of_a_pipeline_and_runs_of_its_steps(client: A
     before = of("echo")["echo"].inference_stats.success.count
     for _ in range(3):
         client.infer("echo", [numbers([1])])
-    after = of("echo")
+    assert list(of("echo")) == ["echo"]
+    after = of("")
     assert after["echo"].inference_stats.success.count == before + 3
-    assert after["echo.same"].inference_count >= 3 and after["echo.same"].execution_count >= 1
-    assert after["echo.same"].inference_stats.compute_infer.ns > 0 and after["echo"].last_inference > 0
-    assert [one.batch_size for one in after["echo.same"].batch_stats] == [1]
-    assert {"echo", "echo.same", "words"} <= set(of(""))
+    assert after["echo"].inference_stats.compute_infer.ns > 0 and after["echo"].last_inference > 0
+    assert [one.batch_size for one in after["echo"].batch_stats] == [1]
+    assert {"echo", "echo.same", "words"} <= set(after)
     with pytest.raises(InferenceServerException, match="no model is called"):
         client.get_inference_statistics("nothing")
 

@@ -48,7 +48,7 @@ def test_a_response_has_bytes_behind_its_json_and_says_how_many() -> None:
     y, t, s = msgspec.json.decode(body[:length])["outputs"]
     assert y["parameters"] == {"binary_data_size": 16}
     assert t["data"] == ["hi"]
-    assert s["parameters"]["shared_memory_offset"] == 8
+    assert s == {"name": "s", "datatype": "FP32", "shape": [4]}
     assert response_body(InferResponse("m", "1", "", tensors[1:2]), BinaryOutputs())[1] is None
 
 

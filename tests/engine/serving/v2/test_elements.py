@@ -130,3 +130,11 @@ def test_random_bytes_are_elements_or_an_input_error(raw: bytes, count: int) -> 
     except InputError:
         return
     assert encode_elements(elements) == raw
+
+
+def test_a_bytes_port_takes_a_nul_in_json() -> None:
+    assert value_of("bytes", "a\0b", "bytes") == b"a\0b"
+    with pytest.raises(InputError, match="NUL"):
+        value_of("text", "a\0b", "text")
+    with pytest.raises(InputError, match="surrogate"):
+        value_of("bytes", "\ud800", "bytes")
