@@ -66,7 +66,7 @@ class RestBody(msgspec.Struct, frozen=True, tag=True):
     version: str
     limits: ServeLimits
     ports: tuple[PortInfo, ...] = ()
-    plain: bool = False
+    plain: str = ""
 
 
 class CheckJson(msgspec.Struct, frozen=True, tag=True):

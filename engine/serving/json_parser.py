@@ -67,7 +67,7 @@ class JsonParser:
         limits: ServeLimits,
         caller: str = "",
         ports: tuple[PortInfo, ...] = (),
-        plain: bool = False,
+        plain: str = "",
     ) -> tuple[InferRequest, BinaryOutputs]:
         """Parse the body of a v2 REST request or a plain one, as `read_request`."""
         if header_bytes(header_length, len(body)) <= INLINE_BYTES:

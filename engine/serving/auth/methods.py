@@ -85,7 +85,7 @@ _HTTP = {
 
 for _model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
     _HTTP |= {f"GET {_model}{_what}": READ for _what in ("", "/ready", "/config", "/stats")}
-    _HTTP[f"POST {_model}/infer"] = INFER
+    _HTTP |= {f"POST {_model}/{_what}": INFER for _what in ("infer", "generate", "generate_stream")}
 for _memory in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
     for _what in ("GET %s/status", "GET %s/region/{region}/status", "POST %s/region/{region}/register",
                   "POST %s/region/{region}/unregister", "POST %s/unregister"):  # fmt: skip

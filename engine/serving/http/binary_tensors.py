@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.plain_inputs import BODY_VALUES, inputs_of_object
+from weftline.engine.serving.http.plain_inputs import BODY_VALUES, request_of_object
 from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.v2.datatypes import BYTES, NUMPY
 from weftline.engine.serving.v2.elements import decode_elements
@@ -39,6 +39,9 @@ from weftline.nodes.json_value import json_text
 from weftline.nodes.strict_json import INLINE_BYTES, VALUES, loads
 
 HEADER = "inference-header-content-length"
+RUN, GENERATE = "run", "generate"
+"""Kinds of plain bodies: an object of inputs, and one with parameters beside them."""
+
 SIZE, ONE, ALL = "binary_data_size", "binary_data", "binary_data_output"
 
 
@@ -64,15 +67,16 @@ def read_request(
     version: str,
     limits: ServeLimits,
     ports: Sequence[PortInfo] = (),
-    plain: bool = False,
+    plain: str = "",
 ) -> tuple[InferRequest, BinaryOutputs]:
     """Parse a body into its request and the form of its outputs; InputError if it is invalid.
 
     ports: the model's inputs, for a body that is a plain request: an object of them, without v2's keys.
-    plain: it is one in any case.
+    plain: RUN or GENERATE, for a body that is one in any case.
     """
     if plain:
-        return InferRequest(model, inputs_of_object(bytes(body), ports, limits), (), version), BinaryOutputs(plain=True)
+        asking = request_of_object(bytes(body), ports, limits, model, version, plain == GENERATE)
+        return asking, BinaryOutputs(plain=True)
     whole = memoryview(body)
     length = header_bytes(header_length, len(whole))
     what = "the JSON header" if header_length is not None else "the body"
@@ -81,7 +85,7 @@ def read_request(
         raise InputError("the body: expected a JSON object with inputs")
     other = [key for key in head if key not in ("id", "parameters", "outputs")] if "inputs" not in head else []
     if other and header_length is None and ports:
-        return read_request(body, None, model, version, limits, ports, True)
+        return read_request(body, None, model, version, limits, ports, RUN)
     if other:
         form = '{"inputs": [{"name": ..., "datatype": ..., "shape": ..., "data": ...}]}'
         raise InputError(f"the body: found {other[0]!r:.80} and no inputs; expected {form}")

@@ -131,6 +131,8 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
         for what, summary in (("", "Metadata."), ("/ready", "Readiness."), ("/config", "Configuration.")):
             paths[f"{model}{what}"] = {"get": _operation(model, summary)}
         paths[f"{model}/stats"] = {"get": _operation(model, "Statistics.")}
+        for what, summary in (("generate", "Infer with plain values."), ("generate_stream", "The same, in events.")):
+            paths[f"{model}/{what}"] = {"post": _operation(model, summary) | _body({}, ())}
         paths[f"{model}/infer"] = {"post": _operation(model, "Infer.") | _body(_INFER, ("inputs",))}
     return {
         "openapi": "3.1.0",

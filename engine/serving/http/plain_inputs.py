@@ -32,7 +32,7 @@ from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.model_info import PortInfo
 from weftline.engine.serving.v2.datatypes import BYTES, MEDIA, innermost
 from weftline.engine.serving.v2.elements import JSON
-from weftline.engine.serving.v2.messages import Parameter, Tensor
+from weftline.engine.serving.v2.messages import InferRequest, Parameter, Tensor
 from weftline.engine.serving.v2.response import dense_tensor
 from weftline.errors import InputError
 from weftline.nodes.json_value import NotJson, json_text
@@ -75,8 +75,13 @@ class Part:
     data: bytes | bytearray | memoryview = field(default_factory=bytearray)
 
 
-def inputs_of_object(body: bytes, ports: Sequence[PortInfo], limits: ServeLimits) -> tuple[Tensor, ...]:
-    """Convert a JSON object; InputError with all that is wrong."""
+def request_of_object(
+    body: bytes, ports: Sequence[PortInfo], limits: ServeLimits, model: str, version: str, generate: bool = False
+) -> InferRequest:
+    """Convert a JSON object; InputError with all that is wrong.
+
+    generate: it is one of Triton's generate route: members that are no inputs are `id`, `parameters`, or parameters.
+    """
     values_max = limits.elements_max + BODY_VALUES
     check_count((body,), "the body", values_max)
     try:
@@ -85,7 +90,18 @@ def inputs_of_object(body: bytes, ports: Sequence[PortInfo], limits: ServeLimits
             found = members(body, fast=False)
     except NotJson as error:
         raise InputError(error.at("the body")) from None
-    return _converted(found, ports, lambda port, raw: _of_json(port, bytes(raw), values_max))
+    id, parameters = "", dict[str, Any]()
+    if generate:
+        names = {port.name for port in ports}
+        others = {name: _loads(bytes(found.pop(name)), values_max) for name in [*found] if name not in names}
+        id, parameters = others.pop("id", ""), others.pop("parameters", {})
+        if not isinstance(id, str) or not isinstance(parameters, dict):
+            raise InputError("the body: expected a text as id, and an object as parameters")
+        parameters = parameters | others
+        if wrong := [name for name, one in parameters.items() if not isinstance(one, bool | int | float | str)]:
+            raise InputError(f"the body: {wrong[0]!r:.80}: neither an input ({described(ports)}) nor a parameter")
+    inputs = _converted(found, ports, lambda port, raw: _of_json(port, bytes(raw), values_max))
+    return InferRequest(model, inputs, (), version, id, parameters)
 
 
 def inputs_of_parts(parts: Iterable[Part], ports: Sequence[PortInfo]) -> tuple[Tensor, ...]:

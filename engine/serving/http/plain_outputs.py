@@ -116,9 +116,15 @@ def raw_output(port: PortInfo, value: Any, type: str) -> bytes:
     return FORMATS[port.port_type.kind][type](_numpy(port.port_type, value))
 
 
-def json_answer(ports: Sequence[PortInfo], outputs: Mapping[str, Any], written: Mapping[str, bytes]) -> bytes:
-    """Return the JSON object of an answer. written: outputs that are JSON text already."""
-    members = [
+def json_answer(
+    ports: Sequence[PortInfo],
+    outputs: Mapping[str, Any],
+    written: Mapping[str, bytes],
+    head: Mapping[str, str] | None = None,
+) -> bytes:
+    """Return the JSON object of an answer. written: outputs that are JSON text already. head: members before them."""
+    members = [b"%b:%b" % (json_text(name), json_text(text)) for name, text in (head or {}).items()]
+    members += [
         b"%b:%b" % (json_text(port.name), written.get(port.name) or json_output(port.type, outputs.get(port.name)))
         for port in ports
     ]

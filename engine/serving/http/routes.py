@@ -80,6 +80,7 @@ def _openai(context: HttpContext) -> list[Route]:
 
 def _v2(context: HttpContext) -> list[Route]:
     server, models, infer = rest_v2.RestServer(context), rest_v2.RestModels(context), Infer(context)
+    run = Run(context)
     found = [
         _get("/v2", server.metadata),
         _get("/v2/health/live", server.live),
@@ -99,6 +100,8 @@ def _v2(context: HttpContext) -> list[Route]:
             _get(f"{model}/config", models.config),
             _get(f"{model}/stats", models.stats),
             _post(f"{model}/infer", infer.infer),
+            _post(f"{model}/generate", run.generate),
+            _post(f"{model}/generate_stream", run.generate_stream),
         ]
     return found
 

@@ -1,4 +1,4 @@
-"""Plain requests: POST /run/{model}, and the same bodies at v2's infer route.
+"""Plain requests: POST /run/{model}, the same bodies at v2's infer route, and Triton's generate extension.
 
 `plain_inputs.py` has the forms of a body, `plain_outputs.py` those of an answer. The query has v2's request parameters
 and `output`, which selects outputs by name and may be repeated.
@@ -6,7 +6,7 @@ and `output`, which selects outputs by name and may be repeated.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer, Ask
+from weftline.engine.serving.http.binary_tensors import GENERATE, RUN
 from weftline.engine.serving.http.body import body_of
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.context import (
@@ -54,7 +55,7 @@ from weftline.engine.serving.http.responses import EventStream
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.threads import finish_in_thread
-from weftline.engine.serving.v2.messages import InferRequest, Parameter, WantedOutput, check_name
+from weftline.engine.serving.v2.messages import InferRequest, Parameter, WantedOutput, check_name, check_version
 from weftline.engine.serving.v2.request import to_asks
 from weftline.nodes.strict_json import INLINE_BYTES
 
@@ -104,7 +105,7 @@ class Run:
                 return InferRequest(info.name, inputs_of_fields(bytes(body), info.inputs, limits))
             return InferRequest(info.name, inputs_of_raw(body, "", info.inputs))
         caller = caller_of(request).name
-        asking, _ = await self._context.json.rest_body(body, None, info.name, "", limits, caller, info.inputs, True)
+        asking, _ = await self._context.json.rest_body(body, None, info.name, "", limits, caller, info.inputs, RUN)
         return asking
 
     async def _body(self, request: Request) -> bytes | bytearray | memoryview:
@@ -136,6 +137,27 @@ class Run:
         (ask,) = asked.asks
         return ask
 
+    async def generate(self, request: Request) -> ASGIApp:
+        """Answer POST /v2/models/{model}/generate."""
+        info, ports, ask = await self._generating(request)
+        return await while_connected(request.receive, self._answered(request, info, ports, ask, GENERATE))
+
+    async def generate_stream(self, request: Request) -> ASGIApp:
+        """Answer POST /v2/models/{model}/generate_stream: an event for each piece, and one for the other outputs."""
+        info, ports, ask = await self._generating(request)
+        events = self._generated(info, ports, ask, *await self._context.begin(request, ask))
+        return EventStream(events, lambda error: _data(_error_json(error)))
+
+    async def _generating(self, request: Request) -> tuple[ModelInfo, Sequence[PortInfo], Ask]:
+        model = check_name(request.path_params["model"])
+        version = check_version(request.path_params.get("version", ""))
+        info = self._context.authorised_info(request, model, version)
+        body, caller, limits = await self._body(request), caller_of(request).name, self._context.limits
+        asking, _ = await self._context.json.rest_body(
+            body, None, model, version, limits, caller, info.inputs, GENERATE
+        )
+        return info, info.outputs, await self._ask(request, info, asking)
+
     async def _answered(
         self, request: Request, info: ModelInfo, ports: Sequence[PortInfo], ask: Ask, form: tuple[PortInfo, str] | str
     ) -> Response:
@@ -152,9 +174,17 @@ class Run:
                 if value is None:
                     return Response(None, 204)
                 return Response(await finish_in_thread(raw_output, port, value, type), media_type=type)
-            return Response(await self._json(info, ports, answer, ask.caller), media_type=JSON)
+            head = _head(ask, info.name, answer.version) if form == GENERATE else None
+            return Response(await self._json(info, ports, answer, ask.caller, head), media_type=JSON)
 
-    async def _json(self, info: ModelInfo, ports: Sequence[PortInfo], answer: Answer, caller: str) -> bytes:
+    async def _json(
+        self,
+        info: ModelInfo,
+        ports: Sequence[PortInfo],
+        answer: Answer,
+        caller: str,
+        head: Mapping[str, str] | None = None,
+    ) -> bytes:
         await self._context.json.write(answer, info, caller)
         written = {}
         for port in ports:
@@ -163,7 +193,7 @@ class Run:
                 written[port.name] = await finish_in_thread(json_output, port.type, value)
             elif isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES and port.port_type.dtype != "bfloat16":
                 written[port.name] = await self._context.json.nested(value, caller)
-        return json_answer(ports, answer.outputs, written)
+        return json_answer(ports, answer.outputs, written, head)
 
     async def _events(
         self,
@@ -180,27 +210,65 @@ class Run:
                 if chunk.last:
                     whole[chunk.output] = chunk.value
                 else:
-                    yield _event("piece", await self._piece(info, chunk, ask.caller))
+                    piece = await self._piece(info, chunk, ask.caller)
+                    yield _event("piece", b'{"output":%b,"piece":%b}' % (msgspec.json.encode(chunk.output), piece))
                 chunk = await anext(stream, None)
             yield _event("done", await self._json(info, ports, Answer(whole), ask.caller))
         finally:
             await stream.aclose()
 
+    async def _generated(
+        self,
+        info: ModelInfo,
+        ports: Sequence[PortInfo],
+        ask: Ask,
+        chunk: StreamedOutput | None,
+        stream: AsyncGenerator[StreamedOutput, None],
+    ) -> AsyncGenerator[bytes, None]:
+        head, left = _head(ask, info.name, info.version), {port.name: port for port in ports}
+        whole: dict[str, Any] = {}
+        try:
+            while chunk is not None:
+                if chunk.last:
+                    whole[chunk.output] = chunk.value
+                else:
+                    left.pop(chunk.output, None)
+                    written = {chunk.output: await self._piece(info, chunk, ask.caller)}
+                    port = [one for one in ports if one.name == chunk.output]
+                    yield _data(json_answer(port, {}, written, head))
+                chunk = await anext(stream, None)
+            if left:
+                yield _data(await self._json(info, list(left.values()), Answer(whole), ask.caller, head))
+        finally:
+            await stream.aclose()
+
     async def _piece(self, info: ModelInfo, chunk: StreamedOutput, caller: str) -> bytes:
+        """Return one piece as JSON."""
         port, value = info.output(chunk.output), chunk.value
         if isinstance(value, Packed):
             value = await self._context.json.written(chunk.output, value, info, caller)
         text = await finish_in_thread(json_output, port.type, value) if port and is_media(port) else None
-        piece = text or json_output(port.type if port else "any", value)
-        return b'{"output":%b,"piece":%b}' % (msgspec.json.encode(chunk.output), piece)
+        return text or json_output(port.type if port else "any", value)
 
 
 def _event(name: str, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
+def _data(text: bytes) -> bytes:
+    return b"data: %b\n\n" % text
+
+
+def _head(ask: Ask, model: str, version: int) -> dict[str, str]:
+    return {"model_name": model, "model_version": str(version)} | ({"id": ask.id} if ask.id else {})
+
+
 def _problem(error: BaseException) -> bytes:
-    return _event("error", msgspec.json.encode({"error": to_status(error).message}))
+    return _event("error", _error_json(error))
+
+
+def _error_json(error: BaseException) -> bytes:
+    return msgspec.json.encode({"error": to_status(error).message})
 
 
 def _type_of(request: Request) -> str:

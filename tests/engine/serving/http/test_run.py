@@ -419,6 +419,41 @@ def test_large_outputs_are_nested_lists() -> None:
         assert found["y"] == big.tolist() and found["b"][:2] == [1.5, 1.5] and found["c"] == [[1.0, 2.0]]
 
 
+# generate
+
+GENERATE = "/v2/models/every/generate"
+
+
+def test_generate_answers_with_the_model_beside_its_outputs(server: Hosted) -> None:
+    body = {"q": "hi", "id": "r1", "parameters": {"seed": 3}, "temperature": 0.5}
+    found = httpx.post(server.url + GENERATE, json=body).json()
+    assert (found["model_name"], found["model_version"], found["id"]) == ("every", "1", "r1")
+    assert found["said"] == "hello" and found["figures"] == {"n": 1}
+    assert httpx.post(f"{server.url}/v2/models/every/versions/1/generate", json={}).status_code == 200
+    assert httpx.post(f"{server.url}/v2/models/every/versions/9/generate", json={}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body", [{"q": 1}, {"other": [1]}, {"parameters": 3}, {"id": 3}, {"parameters": {"triton_x": 1}}, {"seed": "x"}, []]
+)
+def test_wrong_bodies_of_generate_are_refused(server: Hosted, body: Any) -> None:
+    answer = httpx.post(server.url + GENERATE, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]
+
+
+def test_generate_stream_sends_an_event_for_each_piece(server: Hosted) -> None:
+    text = httpx.post(f"{server.url}{GENERATE}_stream", json={"q": "hi"}).text
+    *pieces, rest = [json.loads(block.removeprefix("data: ")) for block in text.strip().split("\n\n")]
+    assert [one["said"] for one in pieces] == list("hello")
+    assert all(one["model_name"] == "every" for one in pieces)
+    assert "said" not in rest and rest["labels"] == ["a", "b"]
+
+
+def test_an_error_ends_generate_stream(server: Hosted) -> None:
+    text = httpx.post(f"{server.url}/v2/models/broken/generate_stream", json={}).text
+    assert text.endswith('data: {"error":"it broke"}\n\n')
+
+
 # rights
 
 
