@@ -342,7 +342,7 @@ class Repository:
         """Start a version over what a session has loaded; None where none has all it needs."""
         with self._lock:
             sessions = [one.session for one in self._names.values() if one.session is not None]
-        found = (one.begin_beside(pipeline, number) for one in sessions)
+        found = (one._begin_beside(pipeline, number) for one in sessions)
         return next((version for version in found if version is not None), None)
 
     def _check_open(self) -> None:

@@ -360,7 +360,7 @@ class Session:
         """
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
-    def begin_beside(self, pipeline: Pipeline, number: int = 1) -> Version | None:
+    def _begin_beside(self, pipeline: Pipeline, number: int = 1) -> Version | None:
         """Start a version of another session over what this one has loaded; None where it needs more."""
         current = self._versions.current
         return begin_over(current.engine, pipeline, self._versions.machine, number) if current is not None else None
@@ -395,7 +395,7 @@ class Session:
         """Return the pid of every running worker of the current version by name."""
         return self._current.runtime.pids(self._current.program)
 
-    def loaded(self) -> frozenset[tuple[str, int]]:
+    def _loaded(self) -> frozenset[tuple[str, int]]:
         """Return each node that workers have loaded for the current version, by a name, with the pid of its worker."""
         return self._current.runtime.loaded(self._current.program)
 

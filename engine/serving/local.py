@@ -256,7 +256,7 @@ class LocalBackend:
         found = set[tuple[str, int]]()
         for name, session in self.sessions().items():
             if name in models:
-                found |= session.loaded()
+                found |= session._loaded()
         return found
 
     async def _load_together(

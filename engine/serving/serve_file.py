@@ -161,6 +161,7 @@ def assemble(
     ]
     none_left = bool(failed) and not any(one.programs for one in plans)
     if problems or none_left or (failed and (strict or merged.strict)):
+        problems += [_no_pipeline()] if merged.pipelines and not graphs else []
         raise PipelineError([*(problem for own in failed.values() for problem in own), *problems])
     return Assembled(merged, plans, failed)
 
@@ -314,12 +315,16 @@ def _plans(
     return tuple(plans), not_alone
 
 
+def _no_pipeline() -> Problem:
+    return _flag_problem("", "no pipeline", fix="name a pipeline file, or a serve file with `pipelines:`")
+
+
 def _process_problems(serve_file: ServeFile) -> Iterator[Problem]:
     """Yield conflicts between pipelines, processes, shared memory and the Unix socket."""
     config = serve_file.config
     processes = config.grpc.processes
     if not config.pipelines:
-        yield _flag_problem("", "no pipeline", fix="name a pipeline file, or a serve file with `pipelines:`")
+        yield _no_pipeline()
     if config.shared_memory and processes > 1:
         found = f"regions are known to the process that a client reached, and there are {processes}"
         yield serve_file.problem("shared_memory", found, "grpc.processes 0 or 1 beside it")

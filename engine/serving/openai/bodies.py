@@ -73,6 +73,9 @@ TEMPLATE_FIELDS: Mapping[str, str] = {
 }
 """Fields with the value of a key of `template`."""
 
+EMBEDDING_TEXTS_MAX = 2048
+"""Most texts of a call, as at OpenAI."""
+
 TEMPLATE_NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -178,10 +181,15 @@ def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[i
     if not isinstance(value, list) or not any(isinstance(one, list) for one in value):
         return [*_texts(field, value, texts_max)]
     if len(value) > (texts_max or len(value)):
-        raise HttpError(f"{field}: found {len(value)} prompts, expected at most {texts_max}", param=field)
+        raise _too_many(field, f"{len(value)} prompts", texts_max)
     if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
         raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
     return value
+
+
+def _too_many(field: str, found: str, most: int | None) -> HttpError:
+    limit = "" if most == EMBEDDING_TEXTS_MAX else ", limits.batch_max"
+    return HttpError(f"{field}: found {found}, expected at most {most}{limit}", param=field)
 
 
 def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) -> list[str]:
@@ -199,7 +207,7 @@ def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) 
         expected = objects if field == "documents" else "a text, or a list of texts"
         raise HttpError(f"{field}: expected {expected}", param=field)
     if texts_max is not None and len(texts) > texts_max:
-        raise HttpError(f"{field}: found {len(texts)} texts, expected at most {texts_max}", param=field)
+        raise _too_many(field, f"{len(texts)} texts", texts_max)
     return texts
 
 

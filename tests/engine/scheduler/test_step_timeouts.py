@@ -133,9 +133,7 @@ def test_a_full_batch_that_takes_longer_than_the_timeout_is_made_smaller() -> No
 
 @pytest.mark.parametrize("callers", [1, 2, 8, 64])
 @pytest.mark.parametrize("idle_ms", [0.0, FRESH_MS + 1])
-def test_a_batch_that_lasts_as_long_as_its_items_one_by_one_is_found_at_little_cost(
-    callers: int, idle_ms: float
-) -> None:
+def test_a_batch_as_long_as_its_items_one_by_one_costs_little(callers: int, idle_ms: float) -> None:
     """Each larger batch ends too late: all of its items are lost."""
     loop = ClosedLoop(one_step(items_max=8), callers, jittered(0, 100))
     measured(loop.harness, 100).ended.clear()

@@ -107,15 +107,15 @@ def test_a_saved_file_is_served_and_an_error_leaves_the_old_version(tmp_path: Pa
         with it.client() as client:
             assert ask(client, "hello") == "said HELLO"
             before = workers(it)
-            file.write_text(OUTER.replace("said {{v}}", "heard {{v}}"))
-            wait_until(lambda: ask(client, "hello") == "heard HELLO", "the new template")
+            file.write_text(OUTER.replace("said {{v}}", "given {{v}}"))
+            wait_until(lambda: ask(client, "hello") == "given HELLO", "the new template")
             it.wait_err("shout: version 2 serves (no model loaded)")
             assert workers(it) == before
 
             file.write_text(OUTER.replace("node: template", "node: tempelate"))
             it.wait_err("shout.yaml:6")
             time.sleep(1.5)
-            assert ask(client, "hello") == "heard HELLO" and it.err.count("could not be loaded") == 1
+            assert ask(client, "hello") == "given HELLO" and it.err.count("could not be loaded") == 1
 
             file.unlink()
             time.sleep(0.7)
