@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from weftline.engine.protocol.packed import Packed
+from weftline.nodes.contract import ConfigError
+from weftline.nodes.hugging_face import find_config
 from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.plan import Plan
 
@@ -20,6 +22,9 @@ READY, LOADING, UNAVAILABLE = "ready", "loading", "unavailable"
 
 LLM_NODES = "weftline.engine.llm."
 """Start of the dotted paths of nodes with an input `sampling`."""
+
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Position encodings that the llm step runs within the length of their original model only."""
 
 NOT_LOADED = "it is not loaded"
 """`why` of a model that was never loaded, or was unloaded by an admin."""
@@ -55,6 +60,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     stateful:          it remembers between the requests of a sequence; every request must say which it belongs to.
     request_bytes_max: most bytes of one request's inputs.
     deadline_ms:       of a request that brings none; None: it has none.
+    context_max:       most tokens of prompt and answer of its llm step; None: there is none, or several, or not known.
     """
 
     name: str
@@ -67,6 +73,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     request_bytes_max: int = 64 << 20
     deadline_ms: float | None = None
     about: str = ""
+    context_max: int | None = None
 
     @property
     def streams(self) -> bool:
@@ -174,4 +181,23 @@ def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
         plan.limits.request_bytes_max,
         plan.limits.deadline_ms,
         plan.about,
+        _context_max(plan),
     )
+
+
+def _context_max(plan: Plan) -> int | None:
+    """Return the context of the only llm step: its option, or what the model's config.json states."""
+    steps = [step for step in plan.steps if step.node.startswith(LLM_NODES)]
+    options = steps[0].options if len(steps) == 1 else {}
+    if options.get("context_max") or not isinstance(options.get("model"), str):
+        return options.get("context_max")
+    try:
+        config = find_config(options["model"], plan.base_dir) or {}
+    except ConfigError:  # a GGUF file, or the name of a model on another server
+        return None
+    config = {**config, **(config.get("text_config") or {})}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    lengths = [config.get("max_position_embeddings")]
+    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ROPE_BY_LENGTH:
+        lengths.append(rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings")))
+    return min((one for one in lengths if type(one) is int), default=None)

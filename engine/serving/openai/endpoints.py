@@ -64,7 +64,7 @@ from weftline.engine.serving.openai.responses import (
     Usage,
     usage_of,
 )
-from weftline.errors import InputError, StepError
+from weftline.errors import InputError, StepError, WeftlineError
 from weftline.nodes.exact_numbers import converted, inexact
 
 
@@ -522,14 +522,18 @@ class OpenAiModels(Endpoint):
     async def list(self, request: Request) -> ASGIApp:
         caller = caller_of(request)
         ready = [one.name for one in self._context.backend.index() if one.ready and caller.may_use_model(one.name)]
-        names = {name: name for name in ready}
-        names |= {alias: name for alias, name in self._context.aliases.items() if name in names}
-        return json_response({"object": "list", "data": list(map(self._model, names, names.values()))})
+        infos: dict[str, ModelInfo] = {}
+        for name in ready:
+            with contextlib.suppress(WeftlineError):  # it was unloaded this very moment
+                infos[name] = self._context.backend.info(name)
+        infos |= {alias: infos[name] for alias, name in self._context.aliases.items() if name in infos}
+        return json_response({"object": "list", "data": list(map(self._model, infos, infos.values()))})
 
     async def get(self, request: Request) -> ASGIApp:
         name = request.path_params["model"]
-        return json_response(self._model(name, self._info(request, name).name))
+        return json_response(self._model(name, self._info(request, name)))
 
-    def _model(self, id: str, name: str) -> dict[str, Any]:
+    def _model(self, id: str, info: ModelInfo) -> dict[str, Any]:
         """Return a model by one of its names. root: its own name."""
-        return {"id": id, "object": "model", "created": self._created, "owned_by": "weftline", "root": name}
+        about = {"id": id, "object": "model", "created": self._created, "owned_by": "weftline"}
+        return about | {"root": info.name, "max_model_len": info.context_max}
