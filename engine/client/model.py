@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine.request import options_hint
-from weftline.engine.serving.v2.metadata import INPUT, OUTPUT, PIECES
+from weftline.engine.serving.v2.metadata import INPUT, OUTPUT, PIECES, PLATFORM
 from weftline.errors import InputError
 from weftline.nodes.ports import PortType
 
@@ -81,21 +81,22 @@ def described(name: str, metadata: Any, config: Any) -> DescribedModel:
     """Return a model's description from its ModelMetadataResponse and ModelConfig."""
     types = {key: one.string_value for key, one in config.parameters.items()}
     optional = {one.name for one in config.input if one.optional}
+    batched = config.platform == PLATFORM and config.max_batch_size > 0  # values are sent without a batch dimension
     return DescribedModel(
         name,
         metadata.versions[-1] if metadata.versions else "",
-        {one.name: _port(one, INPUT, types, one.name in optional) for one in metadata.inputs},
-        {one.name: _port(one, OUTPUT, types, False) for one in metadata.outputs},
+        {one.name: _port(one, INPUT, types, one.name in optional, batched) for one in metadata.inputs},
+        {one.name: _port(one, OUTPUT, types, False, batched) for one in metadata.outputs},
         config.model_transaction_policy.decoupled,
         any(key.startswith(PIECES) for key in types),
     )
 
 
-def _port(tensor: Any, side: str, types: Mapping[str, str], optional: bool) -> DescribedPort:
+def _port(tensor: Any, side: str, types: Mapping[str, str], optional: bool, batched: bool) -> DescribedPort:
     written = types.get(side + tensor.name, "")
     try:
         known = PortType.parse(written) if written else None
     except ValueError:  # a type of a later version: its datatype and shape are still valid
         known = None
     pieces = types.get(PIECES + tensor.name) == "true"
-    return DescribedPort(tensor.name, tensor.datatype, tuple(tensor.shape), known, optional, pieces)
+    return DescribedPort(tensor.name, tensor.datatype, tuple(tensor.shape)[batched:], known, optional, pieces)

@@ -28,7 +28,8 @@ async def main(url: str = "localhost:8001") -> None:
         species = await asyncio.gather(*(ask(client, one, place) for place, one in enumerate(flowers)))
         for kind, count in zip(*np.unique(species, return_counts=True), strict=True):
             print(f"species {kind}: {count} flowers")
-        steps = (await client.get_inference_statistics("tabular")).model_stats[1]
+        everything = (await client.get_inference_statistics()).model_stats  # of all models, with their steps
+        steps = next(one for one in everything if one.name.startswith("tabular."))
         print(f"{steps.inference_count} answers took {steps.execution_count} calls of {steps.name}")
 
 

@@ -48,6 +48,7 @@ class GrpcModels:
         figures: Figures,
         version: str,
         memory: bool,
+        batch_max: int,
         strict: bool = False,
     ) -> None:
         self._strict = strict
@@ -55,6 +56,7 @@ class GrpcModels:
         self._serving = serving
         self._figures = figures
         self._version = version
+        self._batch_max = batch_max
         self._extensions = [one for one in EXTENSIONS if memory or one != "system_shared_memory"]
 
     def methods(self) -> dict[str, Unary]:
@@ -102,7 +104,7 @@ class GrpcModels:
         return _metadata_response(self._info(request))
 
     async def model_config(self, request: Any) -> Any:
-        return V2.ModelConfigResponse(config=_model_config(self._info(request)))
+        return V2.ModelConfigResponse(config=_model_config(self._info(request), self._batch_max))
 
     async def model_statistics(self, request: Any) -> Any:
         if request.name:
@@ -175,8 +177,8 @@ def _metadata_response(info: ModelInfo) -> Any:
     return response
 
 
-def _model_config(info: ModelInfo) -> Any:
-    return CONFIG.ModelConfig(**config_of(info))
+def _model_config(info: ModelInfo, batch_max: int) -> Any:
+    return CONFIG.ModelConfig(**config_of(info, batch_max))
 
 
 def _statistics_response(figures: Iterable[ModelFigures]) -> Any:

@@ -88,7 +88,8 @@ class GrpcServer(NetworkServer):
         self._config = config
         self.trace = trace or TraceSettings()
         inference = Inference(backend, config.limits, memory, self.trace, self.json, gate.charge)
-        models = GrpcModels(backend, self.serving, figures or _zeros, version, memory.enabled, config.strict)
+        batch_max = config.limits.batch_max
+        models = GrpcModels(backend, self.serving, figures or _zeros, version, memory.enabled, batch_max, config.strict)
         settings = GrpcSettings(self.trace, logs or LogSettings(), models.known)
         functions = models.methods() | settings.methods() | GrpcSharedMemory(memory).methods()
         health = GrpcHealth(backend, self.serving, config.strict)

@@ -130,7 +130,9 @@ class RestModels:
 
     async def config(self, request: Request) -> ASGIApp:
         name, version = _named(request)
-        return json_response(config_of(self._context.authorised_info(request, name, version)))
+        return json_response(
+            config_of(self._context.authorised_info(request, name, version), self._context.limits.batch_max)
+        )
 
     async def stats(self, request: Request) -> ASGIApp:
         """Return the statistics of one model, or of all models of the caller with their steps."""

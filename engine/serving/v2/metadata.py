@@ -1,7 +1,7 @@
 """v2 metadata, configuration and readiness of models.
 
     ModelMetadata    name, versions, platform, and for each port its datatype and shape, -1 for every open size
-    config_of(info)  a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
+    config_of(...)   a dict with the keys of Triton's ModelConfig, which `ModelConfig(**config)` and JSON both take
 
 A port with several representations (`datatypes.py`) is described by one of them: an image, a recording or json by BYTES
 [1] for inputs, and by the representation in responses for outputs. `tensor` and `any` without a dtype are described as
@@ -27,7 +27,7 @@ _DENSE_OUT = frozenset({"image", "audio"})
 
 @dataclass(frozen=True, slots=True)
 class TensorMetadata:
-    """v2 metadata of a port. shape: -1 for a variable size."""
+    """v2 metadata of a port. shape: -1 for a variable size; the batch size is in front where the model has batches."""
 
     name: str
     datatype: str
@@ -47,29 +47,48 @@ class ModelMetadata:
 
 def metadata_of(info: ModelInfo) -> ModelMetadata:
     """Return the v2 metadata of a model."""
-    inputs = tuple(_tensor(port, False) for port in info.inputs)
-    outputs = tuple(_tensor(port, True) for port in info.outputs)
+    front = (-1,) if has_batches(info) else ()
+    inputs, outputs = (
+        tuple(TensorMetadata(one.name, one.datatype, (*front, *one.shape)) for one in _tensors(ports, out))
+        for ports, out in ((info.inputs, False), (info.outputs, True))
+    )
     return ModelMetadata(info.name, (str(info.version),), PLATFORM, inputs, outputs)
 
 
-def config_of(info: ModelInfo) -> dict[str, Any]:
+def has_batches(info: ModelInfo) -> bool:
+    """Return True if every request may have a batch dimension in front.
+
+    False for sequences and streams, which have one item at a time, and where a tensor of any shape makes it ambiguous.
+    """
+    return bool(info.inputs) and not (info.stateful or info.streams or any(map(_has_any_shape, info.inputs)))
+
+
+def _has_any_shape(port: PortInfo) -> bool:
+    form = form_of(port.type)
+    return form.numbers is not None and form.numbers.dims is None
+
+
+def config_of(info: ModelInfo, batch_max: int) -> dict[str, Any]:
     """Return the configuration of a model with Triton's keys.
 
-    max_batch_size is 0: a request's shapes are whole shapes, and batching is across requests. A model that streams is
-    decoupled; unlike Triton's, it also supports ModelInfer, with whole outputs.
+    max_batch_size is `batch_max` where requests may be batches: clients then send a batch dimension, which is not among
+    the `dims`. Shapes without it are accepted too. A model that streams is decoupled; unlike Triton's, it also supports
+    ModelInfer, with whole outputs.
+
+    batch_max: limits.batch_max of the server.
     """
-    meta = metadata_of(info)
+    inputs, outputs = _tensors(info.inputs, False), _tensors(info.outputs, True)
     config: dict[str, Any] = {
         "name": info.name,
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"latest": {"num_versions": 1}},
-        "max_batch_size": 0,
+        "max_batch_size": batch_max if has_batches(info) else 0,
         "input": [
             _port(tensor) | {"format": "FORMAT_NONE", "optional": port.optional}
-            for tensor, port in zip(meta.inputs, info.inputs, strict=True)
+            for tensor, port in zip(inputs, info.inputs, strict=True)
         ],
-        "output": [_port(tensor) for tensor in meta.outputs],
+        "output": [_port(tensor) for tensor in outputs],
         "model_transaction_policy": {"decoupled": info.streams},
         "parameters": {key: {"string_value": value} for key, value in _parameters(info).items()},
     }
@@ -94,6 +113,10 @@ def _parameters(info: ModelInfo) -> dict[str, str]:
 def _port(tensor: TensorMetadata) -> dict[str, Any]:
     kind = "STRING" if tensor.datatype == BYTES else tensor.datatype
     return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": list(tensor.shape)}
+
+
+def _tensors(ports: Iterable[PortInfo], out: bool) -> list[TensorMetadata]:
+    return [_tensor(port, out) for port in ports]
 
 
 def _tensor(port: PortInfo, out: bool) -> TensorMetadata:

@@ -35,7 +35,7 @@ def description_of(of: ModelInfo) -> DescribedModel:
     ]
     answer = pb.ModelMetadataResponse(name=meta.name, versions=meta.versions, inputs=tensors[0], outputs=tensors[1])
     config: Any = model_config_pb2
-    return described(of.name, answer, config.ModelConfig(**config_of(of)))
+    return described(of.name, answer, config.ModelConfig(**config_of(of, 256)))
 
 
 def arrived(type: str, value: Any) -> Any:

@@ -71,7 +71,7 @@ def test_a_model_is_ready_only_in_the_version_that_serves(client: Any) -> None:
 
 def test_metadata_and_configuration_describe_pipelines_and_exposed_steps(client: Any) -> None:
     meta = client.get_model_metadata("echo")
-    assert [(one.name, one.datatype, list(one.shape)) for one in meta.inputs] == [("x", "UINT8", [-1])]
+    assert [(one.name, one.datatype, list(one.shape)) for one in meta.inputs] == [("x", "UINT8", [-1, -1])]
     assert [(one.name, one.datatype) for one in meta.outputs] == [("y", "UINT8")]
     assert list(meta.versions) == ["1"] and meta.platform == "weftline"
     assert [one.name for one in client.get_model_metadata("echo.same").inputs] == ["value"]

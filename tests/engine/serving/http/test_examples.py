@@ -66,7 +66,7 @@ def endpoint() -> Iterator[Hosted]:
         ("openai_async", ["nothing: There are 2."]),
         ("openai_embeddings", ["2 numbers, likeness to the first: 145.0"]),
         ("openai_speech", ["received "]),
-        ("http_sync", ["wants measures: FP32 [4]", "species 1 of [4.7 1.4 6.1]", "answered so far: 0"]),
+        ("http_sync", ["wants measures: FP32 [-1, 4]", "species 1 of [4.7 1.4 6.1]", "answered so far: 0"]),
         ("http_json", ["species [1]", "probabilities [4.699"]),
     ],
 )

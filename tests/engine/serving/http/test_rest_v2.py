@@ -189,7 +189,7 @@ def test_the_server_is_live_and_ready_and_says_what_it_is(client: triton.Inferen
 
 def test_models_are_described(client: triton.InferenceServerClient) -> None:
     meta = client.get_model_metadata("other")
-    assert meta["inputs"] == [{"name": "value", "datatype": "FP32", "shape": [-1]}]
+    assert meta["inputs"] == [{"name": "value", "datatype": "FP32", "shape": [-1, -1]}]
     assert client.get_model_config("other", "1")["parameters"]["input:value"]["string_value"] == "float32[N]"
     with pytest.raises(InferenceServerException) as refused:
         client.get_model_metadata("unknown")

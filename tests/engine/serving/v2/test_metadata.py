@@ -8,7 +8,7 @@ import pytest
 from tritonclient.grpc import model_config_pb2
 
 from tests.engine.serving.v2.held import info
-from weftline.engine.serving.model_info import LOADING, READY, UNAVAILABLE, ModelState
+from weftline.engine.serving.model_info import LOADING, READY, UNAVAILABLE, ModelInfo, ModelState
 from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_ready, server_ready
 
 
@@ -29,8 +29,20 @@ from weftline.engine.serving.v2.metadata import config_of, metadata_of, model_re
 )  # fmt: skip
 def test_a_port_has_a_datatype_and_a_shape(type: str, taken: Any, given: Any) -> None:
     meta = metadata_of(info({"x": type}, {"y": type}))
-    assert (meta.inputs[0].datatype, meta.inputs[0].shape) == taken
-    assert (meta.outputs[0].datatype, meta.outputs[0].shape) == given
+    front = () if type in ("any", "tensor") else (-1,)
+    assert (meta.inputs[0].datatype, meta.inputs[0].shape) == (taken[0], (*front, *taken[1]))
+    assert (meta.outputs[0].datatype, meta.outputs[0].shape) == (given[0], (*front, *given[1]))
+
+
+def test_max_batch_size_is_that_of_the_server_where_requests_have_batches() -> None:
+    def most(model: ModelInfo) -> int:
+        built: Any = model_config_pb2.ModelConfig(**config_of(model, 64))  # type: ignore[attr-defined]
+        assert all(len(one.dims) == 1 for one in built.input)
+        return int(built.max_batch_size)
+
+    assert most(info({"x": "text", "y": "float32[4]"}, {"z": "text"})) == 64
+    assert most(info({"x": "text"}, {"z": "text"}, stateful=True)) == most(info({"x": "any"}, {"z": "text"})) == 0
+    assert most(info({"x": "text"}, {"answer+": "text"})) == 0
 
 
 def test_a_model_has_a_name_a_version_and_a_platform() -> None:
@@ -40,7 +52,7 @@ def test_a_model_has_a_name_a_version_and_a_platform() -> None:
 
 def test_the_configuration_is_one_of_tritons() -> None:
     model = info({"photo": "image", "hint?": "text"}, {"answer+": "text"}, steps=("see", "say"), stateful=True)
-    built: Any = model_config_pb2.ModelConfig(**config_of(model))  # type: ignore[attr-defined]
+    built: Any = model_config_pb2.ModelConfig(**config_of(model, 256))  # type: ignore[attr-defined]
     assert built.name == "m" and built.platform == built.backend == "weftline" and built.max_batch_size == 0
     assert [(one.name, one.optional, list(one.dims)) for one in built.input] == [
         ("photo", False, [1]),
@@ -53,7 +65,7 @@ def test_the_configuration_is_one_of_tritons() -> None:
 
 
 def test_a_model_that_neither_streams_nor_remembers_says_so() -> None:
-    built: Any = model_config_pb2.ModelConfig(**config_of(info({"x": "text"})))  # type: ignore[attr-defined]
+    built: Any = model_config_pb2.ModelConfig(**config_of(info({"x": "text"}), 256))  # type: ignore[attr-defined]
     assert not built.model_transaction_policy.decoupled and not built.HasField("sequence_batching")
 
 
