@@ -15,6 +15,7 @@ from weftline.engine.flags import Flag
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.user_code import without_imports
 from weftline.pipelines.check.checker import examine, remarks
+from weftline.pipelines.check.packages import missing_packages
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
@@ -43,6 +44,8 @@ class CheckOptions:
 
 def check(options: CheckOptions) -> int:
     """List every problem of pipeline files; nothing is started and no framework is imported.
+
+    Packages that steps need and that are not installed are a note, with the command that installs them all.
 
     Python files with nodes of the pipeline's own are imported, which runs them: check a stranger's pipeline with
     --no-import.
@@ -84,6 +87,7 @@ def check_file(file: str, *, file_only: bool, gpus: str | None = None) -> str:
         plan = _plan_both(pipeline, machine_of(None, gpus))
         steps = tuple(f"{step.name}: " for step in plan.steps)
         notes += [note for note in plan.notes if note.startswith(steps)]
+        notes += filter(None, [missing_packages(plan.steps, pipeline.base_dir)])
     counts = [
         counted(sum(not one.hidden for one in pipeline.inputs), "input"),
         counted(len(pipeline.steps), "step"),
