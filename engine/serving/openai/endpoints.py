@@ -64,7 +64,7 @@ from weftline.engine.serving.openai.responses import (
     Usage,
     usage_of,
 )
-from weftline.errors import InputError, StepError, WeftlineError
+from weftline.errors import ContextOverflow, InputError, StepError, WeftlineError
 from weftline.nodes.exact_numbers import converted, inexact
 
 
@@ -114,7 +114,8 @@ class Endpoint:
         except InputError as error:
             if not where:
                 raise
-            raise InputError(f"{where}{error}", param=error.param) from None
+            kind = ContextOverflow if isinstance(error, ContextOverflow) else InputError
+            raise kind(f"{where}{error}", param=error.param) from None
 
     async def _text(self, request: Request, ask: Ask, *outputs: str) -> StreamedText:
         """Start a streamed request and wait for its first chunk; failures up to then are raised."""
