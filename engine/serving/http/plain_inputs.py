@@ -55,6 +55,9 @@ B64 = "b64"
 BODY_VALUES = 1 << 16
 """Most values of a body beside the elements of its inputs."""
 
+FIELDS_BYTES_MAX = 64 << 10
+"""Largest URL-encoded form, and largest data URL in a part: they are decoded in the event loop."""
+
 _NPY = b"\x93NUMPY"
 _NOT_MEDIA = f'expected {{"{B64}": "..."}} or a data URL, data:image/png;base64,...'
 
@@ -118,6 +121,9 @@ def inputs_of_parts(parts: Iterable[Part], ports: Sequence[PortInfo]) -> tuple[T
 
 def inputs_of_fields(body: bytes, ports: Sequence[PortInfo], limits: ServeLimits) -> tuple[Tensor, ...]:
     """Convert a URL-encoded form."""
+    if len(body) > FIELDS_BYTES_MAX:
+        fix = "send a JSON object, or multipart/form-data"
+        raise InputError(f"the form: a URL-encoded one has at most {FIELDS_BYTES_MAX} bytes\n    fix: {fix}")
     try:
         pairs = parse_qsl(body.decode(), True, True, errors="strict", max_num_fields=limits.tensors_max)
     except ValueError:
@@ -295,6 +301,8 @@ def _element_of_part(type: PortType, part: Part) -> bytes | str:
         except UnicodeDecodeError as error:
             raise InputError(f"found bytes that are not UTF-8 at {error.start}, expected text") from None
     if type.kind in MEDIA and not part.is_file and bytes(part.data[:5]).lower() == b"data:":
+        if len(part.data) > FIELDS_BYTES_MAX:
+            raise InputError(f"a data URL in a form has at most {FIELDS_BYTES_MAX} bytes\n    fix: send it as a file")
         return _bytes_of(str(part.data, "latin-1"))
     if type.kind == "text":
         return _element(type, bytes(part.data).strip(), INLINE_BYTES)

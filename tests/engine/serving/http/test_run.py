@@ -300,6 +300,16 @@ def test_wrong_forms_are_refused(server: Hosted, name: str) -> None:
     assert run(server, "say", content=b"next", headers={"content-type": "text/plain"}).status_code == 200
 
 
+def test_what_is_decoded_in_the_event_loop_is_small(server: Hosted) -> None:
+    answer = run(server, "ask", content=b"question=" + b"%41" * 50_000, headers={"content-type": FORM})
+    assert answer.status_code == 400 and "at most 65536 bytes" in answer.json()["error"]
+    files = {"question": (None, b"q"), "photo": (None, b"data:image/png;base64," + b"AAAA" * 50_000)}
+    answer = run(server, "ask", files=files)
+    assert answer.status_code == 400 and "send it as a file" in answer.json()["error"]
+    small = {"question": (None, b"q"), "photo": (None, b"data:image/png;base64," + base64.b64encode(png()))}
+    assert run(server, "ask", files=small).json()["received"]["photo"] == f"{len(png())} bytes"
+
+
 def test_a_part_with_an_unknown_name_is_refused_unread(server: Hosted) -> None:
     head = multipart(part("other", b""), end=b"")
     with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
