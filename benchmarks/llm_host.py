@@ -31,7 +31,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from weftline.engine.llm.answer_format import AnswerFormat
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.cpu.attention import CpuAttention
 from weftline.engine.llm.engine import Engine
@@ -154,7 +153,6 @@ class Streams:
         engine = Engine(NoModelAhead(count), Tokens(tokenizer(kind), CONTEXT_MAX), RoundLimits(4 * PAGES, count))  # type: ignore[arg-type]
         node = Llm(LlmConfig(model="none"))
         node._engine, node._tokens = engine, engine.tokens
-        node._format = AnswerFormat(node.config, engine.tokens)
         outputs = tuple((name, type) for name, type in (("text", "text"), ("usage", "json"), ("answers", "json")))
         inputs = (("prompt", "text"), ("sampling", "json"))
         step = msg.StepToOpen(0, "llm", "llm", {}, inputs, outputs, "cpu", 1, False, streams=True)

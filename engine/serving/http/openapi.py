@@ -100,6 +100,7 @@ _OPENAI: dict[str, tuple[str, type[OpenAiBody]]] = {
 }
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/run/{model}": ("Run a model on one request.", {}, ()),
+    "/ping": ("Whether the server lives; the same as /livez.", {}, ()),
     "/tokenize": ("The tokens of a prompt or conversation.", {"prompt": {"type": "string"}, "messages": MESSAGES}, ()),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),

@@ -73,9 +73,6 @@ TEMPLATE_FIELDS: Mapping[str, str] = {
 }
 """Fields with the value of a key of `template`."""
 
-EMBEDDING_TEXTS_MAX = 2048
-"""Most texts of a call, as at OpenAI."""
-
 TEMPLATE_NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "documents": ([],),
@@ -186,11 +183,6 @@ def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[i
     if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
         raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
     return value
-
-
-def _too_many(field: str, found: str, most: int | None) -> HttpError:
-    limit = "" if most == EMBEDDING_TEXTS_MAX else ", limits.batch_max"
-    return HttpError(f"{field}: found {found}, expected at most {most}{limit}", param=field)
 
 
 def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) -> list[str]:

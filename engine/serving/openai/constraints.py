@@ -64,7 +64,7 @@ def _response_format(format: Any) -> dict[str, Any]:
         where = "schema" if format.get("schema") is not None else "json_schema.schema"
         schema = format.get("schema", inner.get("schema") if isinstance(inner, dict) else None)
         return {"json_schema": _checked(field, f"{field}.{where}", "json_schema", schema)}
-    if kind in _FORMATS:
+    if isinstance(kind, str) and kind in _FORMATS:
         key, option = _FORMATS[kind]
         return {option: _checked(field, f"{field}.{key}", option, format.get(key))}
     raise HttpError(f"{field}.type: expected text, json_object, json_schema, {', '.join(_FORMATS)}", param=field)

@@ -74,7 +74,7 @@ def every_route(endpoint: Hosted) -> list[tuple[str, str]]:
 
 
 def filled(template: str) -> str:
-    return template.format(model="chat", version="1", region="r")
+    return template.replace(":path}", "}").format(model="chat", version="1", region="r")
 
 
 def test_the_gates_table_has_every_route_and_no_other(endpoint: Hosted) -> None:
@@ -421,7 +421,7 @@ def test_slow_clients_neither_hold_up_others_nor_stay(endpoint: Hosted) -> None:
 
 def test_the_document_describes_every_path(endpoint: Hosted) -> None:
     described = {(method.upper(), path) for path, item in document()["paths"].items() for method in item}
-    assert described == set(every_route(endpoint))
+    assert described == {(method, path.replace(":path}", "}")) for method, path in every_route(endpoint)}
 
 
 def test_every_route_is_found_by_its_own_template(endpoint: Hosted) -> None:
