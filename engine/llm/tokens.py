@@ -178,9 +178,12 @@ class Tokens:
         """Return a chat template, compiled once. source: None for the tokenizer's own."""
         from weftline.engine.llm.chat_template import ChatTemplate
 
-        text = self.tokenizer.get_chat_template(source, tools)
-        if text not in self._templates:
-            self._templates[text] = ChatTemplate(text)
+        try:
+            text = self.tokenizer.get_chat_template(source, tools)
+            if text not in self._templates:
+                self._templates[text] = ChatTemplate(text)
+        except Exception as error:  # a template with a mistake, or none of this name
+            raise InputError(f"messages: the model's chat template is wrong: {first_line(error):.300}") from error
         return self._templates[text]
 
     def raw(self, text: str, media: Marks = NO_MARKS, specials: bool = True) -> list[int]:

@@ -94,6 +94,12 @@ def test_wrong_options_are_refused_by_name(options: Any, param: str) -> None:
     assert refused.value.param == param
 
 
+def test_a_template_with_a_mistake_refuses_the_request() -> None:
+    for wrong in ("{% if %}", "{{ messages | no_such_filter }}"):
+        with pytest.raises(InputError, match="messages: the model's chat template"):
+            prompt(tokens(wrong))
+
+
 def test_a_text_is_the_prompt_as_it_is() -> None:
     found = tokens()
     assert found.tokenizer.decode(found.raw("Why?")) == "Why?"
