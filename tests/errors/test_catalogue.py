@@ -27,7 +27,7 @@ PLAIN = (
     "not valid JSON at character",
     "no model has that name",
     "it has no input `messages`",
-    "expected at most 8, limits.batch_max",
+    "limits.batch_max is 8",
     "dimensions are integers from 0",
     "No filter named",
     "at character 1: invalid syntax",

@@ -178,8 +178,7 @@ def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[i
     if not isinstance(value, list) or not any(isinstance(one, list) for one in value):
         return [*_texts(field, value, texts_max)]
     if len(value) > (texts_max or len(value)):
-        found = f"found {len(value)} prompts, expected at most {texts_max}, limits.batch_max"
-        raise HttpError(f"{field}: {found}", param=field)
+        raise HttpError(f"{field}: found {len(value)} prompts, limits.batch_max is {texts_max}", param=field)
     if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
         raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
     return value
@@ -200,8 +199,8 @@ def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) 
         expected = objects if field == "documents" else "a text, or a list of texts"
         raise HttpError(f"{field}: expected {expected}", param=field)
     if texts_max is not None and len(texts) > texts_max:
-        limit = "" if field == "input" else ", limits.batch_max"
-        raise HttpError(f"{field}: found {len(texts)} texts, expected at most {texts_max}{limit}", param=field)
+        limit = "expected at most" if field == "input" else "limits.batch_max is"
+        raise HttpError(f"{field}: found {len(texts)} texts, {limit} {texts_max}", param=field)
     return texts
 
 
