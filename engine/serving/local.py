@@ -48,7 +48,7 @@ from weftline.errors import (
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
-from weftline.pipelines.spec.single_step import exposed, exposing
+from weftline.pipelines.spec.single_step import Models, exposed, exposing, models_of, steps_of
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -90,6 +90,7 @@ class LocalBackend:
         self._progress = progress
         self._infos: dict[str, tuple[Session, ModelInfo]] = {}
         self._failed: dict[str, str] = {}  # why a model that the repository does not have could not be loaded
+        self._models: Models = frozenset()  # of exposed steps
         self._turns = {name: asyncio.Lock() for name in self._served}
         self._known = {model for name, one in self._served.items() for model in _models(name, one)}
 
@@ -161,13 +162,19 @@ class LocalBackend:
                 await turns.enter_async_context(self._turns[name])
             models: dict[str, Pipeline] = {}
             failed: dict[str, WeftlineError] = {}
+            graphs: dict[str, Pipeline] = {}
             for name, one in wanted.items():
                 try:
-                    models |= await asyncio.to_thread(_pipelines, name, one)
+                    graphs[name] = await asyncio.to_thread(self._read, one)
                 except WeftlineError as error:
                     failed[name] = error
-                    if self._strict:
-                        raise
+            for name, graph in graphs.items():
+                try:
+                    models |= await asyncio.to_thread(_pipelines, name, wanted[name], graph, self._models)
+                except WeftlineError as error:
+                    failed[name] = error
+            if failed and self._strict:
+                raise next(iter(failed.values()))
             done = await self._load_together(models, first_error=self._strict)
             self._progress = None
             failed |= {name: why for name, why in done.items() if name in wanted and isinstance(why, WeftlineError)}
@@ -227,6 +234,12 @@ class LocalBackend:
                     await asyncio.to_thread(self._repository.unload, name)
                     self._infos.pop(name, None)
 
+    def _read(self, one: ServedPipeline) -> Pipeline:
+        """Read a pipeline as it is in its file now, and note the models of its exposed steps."""
+        graph = load_file(one.file)
+        self._models |= models_of(graph, one.expose)
+        return graph
+
     def _served_pipeline(self, model: str) -> ServedPipeline:
         one = self._served.get(model)
         if one is None:
@@ -236,7 +249,8 @@ class LocalBackend:
     async def _load(self, model: str, one: ServedPipeline) -> int:
         async with self._turns[model]:  # a pipeline and its exposed steps change together
             try:
-                models = await asyncio.to_thread(_pipelines, model, one)
+                graph = await asyncio.to_thread(self._read, one)
+                models = await asyncio.to_thread(_pipelines, model, one, graph, self._models)
             except WeftlineError as error:
                 self._failed[model] = str(error)
                 raise
@@ -472,13 +486,16 @@ def _own(ask: Ask) -> SequencePart | None:
     return part if part is None or not ask.caller else SequencePart(f"{ask.caller}/{part.id}", part.start, part.end)
 
 
-def _pipelines(name: str, served: ServedPipeline) -> dict[str, Pipeline]:
-    """Return the models a pipeline gives, as it is in its file now."""
-    pipeline = load_file(served.file)
-    if not served.expose:
+def _pipelines(name: str, served: ServedPipeline, pipeline: Pipeline, models: Models) -> dict[str, Pipeline]:
+    """Return the models a pipeline gives.
+
+    models: of the exposed steps of all pipelines: their steps share what they load where all have the same inputs.
+    """
+    connected = {*served.expose, *steps_of(pipeline, models)}
+    if not connected:
         return {name: pipeline}
     steps = {f"{name}.{step}": exposed(pipeline, step) for step in served.expose}
-    return {name: exposing(pipeline, served.expose)} | steps
+    return {name: exposing(pipeline, connected)} | steps
 
 
 def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:

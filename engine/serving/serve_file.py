@@ -33,7 +33,7 @@ from weftline.pipelines.placement.sharing import SharedPlan, groups_of
 from weftline.pipelines.spec.document import Document, hide_secrets, is_serve_file, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
-from weftline.pipelines.spec.single_step import exposed, exposing
+from weftline.pipelines.spec.single_step import Models, exposed, exposing, models_of, steps_of
 
 COMMAND_LINE = "the command line"
 """File name in problems of command-line options."""
@@ -288,6 +288,8 @@ def _plans(
     """
     wanted: dict[str, Pipeline] = {}
     not_alone: dict[str, Problem] = {}
+    shown = (models_of(graphs[name], one.expose) for name, one in config.pipelines.items() if name in graphs)
+    alike: Models = frozenset().union(*shown)
     for name, one in config.pipelines.items():
         if name not in graphs:
             continue
@@ -298,7 +300,7 @@ def _plans(
                     models[f"{name}.{step}"] = exposed(graphs[name], step)
                 except InputError as error:
                     not_alone[f"{name}.{step}"] = Problem("", str(error))
-            models[name] = exposing(graphs[name], one.expose)
+            models[name] = exposing(graphs[name], {*one.expose, *steps_of(graphs[name], alike)})
         except PipelineError:  # planning it lists its problems
             models = {name: graphs[name]}
         wanted |= models if one.load else {}

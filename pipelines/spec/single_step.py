@@ -61,6 +61,21 @@ def exposed(pipeline: Pipeline, name: str) -> Pipeline:
     return replace(one, steps=(replace(one.steps[0], idle=step.idle if step is not None else None),))
 
 
+Models = frozenset[tuple[str, str]]
+"""Node and `model:` of steps."""
+
+
+def models_of(pipeline: Pipeline, names: Collection[str]) -> Models:
+    """Return the models that some steps of a pipeline name."""
+    found = ((step.node, step.options.get("model")) for step in pipeline.steps if step.name in names)
+    return frozenset((node, model) for node, model in found if isinstance(model, str))
+
+
+def steps_of(pipeline: Pipeline, models: Models) -> list[str]:
+    """Return the steps of a pipeline that name one of these models."""
+    return [step.name for step in pipeline.steps if (step.node, step.options.get("model")) in models]
+
+
 def exposing(pipeline: Pipeline, names: Collection[str]) -> Pipeline:
     """Return the pipeline with all optional inputs of these steps connected: further ones to absent constants.
 
@@ -71,8 +86,9 @@ def exposing(pipeline: Pipeline, names: Collection[str]) -> Pipeline:
         raise PipelineError(checked.problems)
     inputs, steps = list(pipeline.inputs), list[Step]()
     for step in pipeline.steps:
-        ports = checked.steps[step.name].ports.inputs if step.name in names else ()
-        free = [_input(port, f"{step.name}/{port.name}") for port in ports if port.name not in step.inputs]
+        one = checked.steps[step.name] if step.name in names else None
+        ports = [port for port in one.ports.inputs if port.name not in one.step.inputs] if one is not None else []
+        free = [_input(port, f"{step.name}/{port.name}") for port in ports]
         wires = {one.name.rpartition("/")[2]: Wire(None, one.name) for one in free}
         inputs += [replace(one, optional=True, hidden=True) for one in free]
         steps.append(replace(step, inputs={**step.inputs, **wires}))

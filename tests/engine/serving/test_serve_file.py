@@ -253,3 +253,24 @@ outputs: {{y: s.text}}
     assert programs(left) == ["first", "first.s"] and list(left.failed) == ["second", "second.s"]
     exposed = wrong([first, second], expose=("first.s", "second.unknown"), machine=small)
     assert "no step is called unknown" in exposed and "second.yaml" in exposed
+
+
+ASKS = """\
+weftline: 1
+name: {name}
+inputs: {{q: text}}
+steps:
+  answer: {{node: llm, model: {model}, prompt: "{prompt}: {{{{ q }}}}"}}
+  again: {{node: llm, model: {model}, prompt: "once more {{{{ q }}}}"}}
+outputs: {{answer: answer.text, again: again.text}}
+"""
+
+
+def test_an_exposed_model_is_loaded_once_with_all_steps_that_name_it(tmp_path: Path) -> None:
+    model = Path("examples/models/shapes-chat").absolute()
+    for name, prompt in (("one", "say"), ("two", "tell")):
+        (tmp_path / f"{name}.yaml").write_text(ASKS.format(name=name, model=model, prompt=prompt))
+    files = [str(tmp_path / "one.yaml"), str(tmp_path / "two.yaml")]
+    (plan,) = assemble(files, None, expose=["one.answer"]).plans
+    assert [step.node for step in plan.plan.steps].count("weftline.engine.llm.node:Llm") == 1
+    assert set(plan.programs) == {"one", "one.answer", "two"}
