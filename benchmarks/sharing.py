@@ -29,6 +29,8 @@ from pathlib import Path
 import psutil
 
 from weftline import Pipeline, Repository
+from weftline.pipelines.spec.graph import Pipeline as Graph
+from weftline.pipelines.spec.single_step import exposed, exposing
 
 CHAT = Path("examples/models/shapes-chat").absolute()
 CALLERS, RELOAD_S = 64, 6.0
@@ -75,17 +77,18 @@ def pss_bytes() -> int:
 
 def hold(kind: str, model: Path) -> None:
     """Open a case, answer a request with each step, and print the memory that it takes."""
-    two = asking("two", model, ["A: {{ text }}", "B: {{ text }}"])
-    cases = {
+    two = asking("two", model, ["A: {{ text }}", "B: {{ text }}"]).build()
+    alone = exposed(two, "answer0")
+    cases: dict[str, dict[str, Pipeline | Graph]] = {
         "one step": {"one": asking("one", model, ["A: {{ text }}"])},
         "two steps": {"two": two},
-        "two steps, one exposed": {"two": two, "two.answer": asking("exposed", model, ["{{ text }}"])},
+        "two steps, one exposed": {"two": exposing(two, ["answer0", "answer1"]), "two.answer0": alone},
     }
     with Repository() as pipelines:
         for name, done in pipelines.load_together(cases[kind]):
             if not isinstance(done, int):
                 raise done
-            pipelines.get(name).run(text="what is on the left?")
+            pipelines.get(name).run(**{"prompt" if "." in name else "text": "what is on the left?"})
         print(json.dumps({"pss": pss_bytes(), "workers": sorted(pipelines.get(next(iter(cases[kind]))).pids())}))
 
 
