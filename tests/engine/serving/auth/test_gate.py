@@ -115,7 +115,7 @@ def test_each_right_opens_its_methods_and_no_other(gate: Gate, method: str) -> N
     "method",
     [
         "", "/", "ModelInfer", INFER_RPC.lower(), INFER_RPC + "/", INFER_RPC + "\0", " " + INFER_RPC,
-        "/inference.GRPCInferenceService/../ModelInfer", "HTTP GET /v1/models/", "HTTP get /livez", "HTTP GET /docs",
+        "/inference.GRPCInferenceService/../ModelInfer", "HTTP GET /v1/models/", "HTTP get /livez", "HTTP GET /redoc",
         "HTTP OPTIONS /v1/models", "HTTP POST /livez", "/grpc.channelz.v1.Channelz/GetServers",
     ],
 )  # fmt: skip
