@@ -41,7 +41,7 @@ OWN = {
     "engine/llm/tokens.py": "the state of a decoder that the tokenizers library made in this process",
     "engine/llm/grammar/sandbox.py": "lines between this program and its own process",
     "engine/llm/parallel/followers.py": "settings from this program to its own processes",
-    "engine/llm/answer_parser.py": "whole elements of a list of calls that a model's answer cut, by the form of its grammar",
+    "engine/llm/answer_parser.py": "whole elements of a list of calls that a model wrote in part",
     "engine/serving/http/plain_inputs.py": "parts a list into elements, each of which strict_json reads as it is used",
     "engine/llm/external/answer.py": "typed events of a stream, one for each token; unknown fields are skipped unread",
     "nodes/model_limits.py": "the syntax of large vocabularies, without their values",
