@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-import weftline
+from weftline.engine.serving import identity
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http import rest_v2
@@ -134,7 +134,7 @@ def _probes(context: HttpContext) -> list[Route]:
         return docs_response(_described(context, request), origin)
 
     async def version(request: Request) -> ASGIApp:
-        return json_response({"version": weftline.__version__})
+        return json_response({"version": identity.version()})
 
     return [
         _get("/livez", probes.live),

@@ -22,7 +22,7 @@ def test_memory_moves_to_the_step_that_is_short_without_changing_answers() -> No
     sampling = {"tokens_max": 120, "ignore_eos": True}
     for name in ("small", "large"):
         step = pipeline.step(
-            name, "llm", model="examples/models/shapes-chat", inputs={"prompt": prompt}, sampling=sampling
+            name, "llm", model="examples/models/shapes-chat", inputs={"prompt": prompt}, sampling=sampling, share=False
         )
         pipeline.output(name, step.text)
     with load(pipeline).open() as session, ThreadPoolExecutor(12) as pool:
@@ -54,7 +54,12 @@ def test_a_prompt_longer_than_the_initial_memory_gets_unassigned_memory() -> Non
     prompt = pipeline.input("prompt", "text")
     for name in ("small", "large"):
         step = pipeline.step(
-            name, "llm", model="examples/models/shapes-chat", inputs={"prompt": prompt}, sampling={"tokens_max": 4}
+            name,
+            "llm",
+            model="examples/models/shapes-chat",
+            inputs={"prompt": prompt},
+            sampling={"tokens_max": 4},
+            share=False,
         )
         pipeline.output(name, step.text)
         pipeline.output(f"{name}_usage", step.usage)

@@ -115,7 +115,8 @@ def test_one_address_uses_the_replicas_of_both_nodes_at_one_rate() -> None:
             assert len(found) == 2 and min(found.values()) > 0.3 * found.total(), found
             assert found.total() > 1.4 * ONE_REPLICA_PER_S * SECONDS, found
             limited = Counter(answers(at, RARE, SECONDS))
-            assert limited.total() == pytest.approx(5 * (SECONDS + 1), abs=3), limited
+            most = 5 * (SECONDS + 1)  # a second's worth at once; a busy machine may not use all
+            assert 0.75 * most < limited.total() <= most + 3, limited
             served.process.terminate()
             assert served.wait_end(40) == 0
     finally:
