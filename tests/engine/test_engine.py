@@ -173,14 +173,14 @@ def test_two_steps_of_one_pipeline_share_where_both_say_so() -> None:
 
 
 def test_closing_while_a_shared_engine_opens_ends_everything(broken: Make) -> None:
+    before = {one.pid for one in psutil.Process().children()}
     repository = Repository()
     loading = repository.load_together({"a": chain("a"), "b": chain("b", delay_ms=1.0)})
-    children = lambda: psutil.Process().children()  # noqa: E731
     assert next(loading) == ("a", 1)
     repository.close()
     found = list(loading)
     assert len(found) == 1 and isinstance(found[0][1], SessionClosed)
-    wait_until(lambda: not [one for one in children() if "weftline" in " ".join(one.cmdline())], 10)
+    wait_until(lambda: {one.pid for one in psutil.Process().children()} <= before, 10)
 
 
 def test_reloads_of_two_names_over_one_engine_run_at_once(pipelines: Repository) -> None:
