@@ -37,7 +37,8 @@ from weftline.engine.runtime.byte_budget import Ticket, WaitQueue
 from weftline.engine.runtime.clock import Clock, MonotonicClock
 from weftline.engine.runtime.descriptors import shortage
 from weftline.engine.runtime.health import Health, judge
-from weftline.engine.runtime.opening import OPENING, Opening, Progress, RunningProgram
+from weftline.engine.runtime.opening import OPENING, Opening, Progress
+from weftline.engine.runtime.running_program import RunningProgram
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.runtime.timer import WakeTimer
 from weftline.engine.runtime.worker_processes import WorkerProcesses
@@ -197,17 +198,19 @@ class Runtime:
             self._new_arena = None
 
     def wait_open(self, program: int, timeout_s: float | None = None) -> None:
-        """Wait until all workers of a program are ready; ModelError when a step cannot be opened.
+        """Wait until all workers of a program are ready.
+
+        ModelError: a step cannot be opened. SessionClosed: the program was closed meanwhile.
 
         timeout_s: longest wait; None: no limit.
         """
-        opening = self._programs[program].opening
-        if not opening.wait(timeout_s) and opening.failed is None:
-            loading = [name for name, ready in self._steps_ready(program).items() if not ready]
-            opening.failed = "", f"not open after {timeout_s} s; still loading: {', '.join(loading)}"
-        if (failure := opening.error()) is not None:
+        held = self._programs.get(program)
+        if held is not None and not held.opening.wait(timeout_s) and held.opening.failed is None:
+            loading = [name for name, ready in self._steps_ready(held).items() if not ready]
+            held.opening.failed = "", f"not open after {timeout_s} s; still loading: {', '.join(loading)}"
+        if held is not None and (failure := held.opening.error()) is not None:
             raise failure
-        if self._closing:
+        if held is None or held.opening.cancelled or self._closing:
             raise SessionClosed("the session was closed while it was being opened")
 
     def serves(self, deployments: Iterable[int]) -> bool:
@@ -224,8 +227,6 @@ class Runtime:
             held = self._programs.get(program)
             if held is None or self._closing or os.getpid() != self._pid:
                 return
-            if held.opening.failed is None and not held.opening.over:
-                held.opening.failed = "", end.message
             held.opening.end()
             held.input_queue.refuse_all(SessionClosed(end.message))
             events: list[ev.Event] = []
@@ -613,7 +614,7 @@ class Runtime:
         """Return the deployments of a program by name, each with the pid of every running worker of it."""
         with self._lock:
             held, pids = self._programs.get(program), self.fleet.pids()
-            steps = [self.plan.steps[one] for one in (held.steps.values() if held is not None else ())]
+            steps = [self.plan.steps[one] for one in (held.deployments.values() if held is not None else ())]
             names = {(step.name, self.plan.workers[worker].name) for step in steps for worker in step.workers}
             return frozenset((step, pids[worker]) for step, worker in names if worker in pids)
 
@@ -625,23 +626,20 @@ class Runtime:
             raise self._closed_error()
         with self._lock:
             resting = set(self.scheduler.asleep_steps())
-            asleep = tuple(name for name, one in held.steps.items() if self.plan.steps[one].name in resting)
+            asleep = tuple(name for name, one in held.deployments.items() if self.plan.steps[one].name in resting)
             sharing, names = self.scheduler.device_sharing().items(), self._worker_names(program)
         on_host = tuple(worker for worker, how in sharing if how["share_mode"] == "host" and worker in names)
-        return judge(self._steps_ready(program), self.plan.limits.silence_max_ms, "", asleep, on_host)
+        return judge(self._steps_ready(held), self.plan.limits.silence_max_ms, "", asleep, on_host)
 
-    def _steps_ready(self, program: int) -> dict[str, bool]:
-        held = self._programs[program]
+    def _steps_ready(self, held: RunningProgram) -> dict[str, bool]:
         with self._lock:
             ready = self.scheduler.health(self.clock.now_ms())
-        at = held.steps
-        return {
-            step.name: step.name not in at or ready[self.plan.steps[at[step.name]].name] for step in held.plan.steps
-        }
+        own = {name: ready[self.plan.steps[deployment].name] for name, deployment in held.deployments.items()}
+        return {step.name: own.get(step.name, True) for step in held.plan.steps}
 
     def _worker_names(self, program: int) -> set[str]:
         held = self._programs.get(program)
-        steps = [self.plan.steps[deployment] for deployment in held.steps.values()] if held is not None else []
+        steps = [self.plan.steps[deployment] for deployment in held.deployments.values()] if held is not None else []
         return {self.plan.workers[worker].name for step in steps for worker in step.workers}
 
     def stats(self, program: int) -> Mapping[str, Any]:
@@ -655,7 +653,7 @@ class Runtime:
                 raise self._closed_error()
             seen = snapshot(self.scheduler, program, held, self._worker_names(program))
             dropped = self.fleet.output.dropped_bytes()
-        own = {name: self.plan.steps[deployment].name for name, deployment in held.steps.items()}
+        own = {name: self.plan.steps[deployment].name for name, deployment in held.deployments.items()}
         return {
             **seen,
             "engine": id(self),

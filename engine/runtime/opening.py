@@ -1,8 +1,4 @@
-"""Programs in the event loop: their opening, the queue for their inputs' memory, and what they have copied.
-
-The scheduler decides about a program; the event loop waits here for its workers to be ready, and keeps the requests
-that wait for room in its arena.
-"""
+"""Opening of a program: reports of its progress to a callback, the first failure, and the end of the wait."""
 
 from __future__ import annotations
 
@@ -12,10 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from weftline.engine.protocol import messages as msg
-from weftline.engine.runtime.byte_budget import WaitQueue
 from weftline.errors import ModelError, RemoteTraceback
-from weftline.pipelines.placement.plan import Plan
-from weftline.shm.block import Block
 
 _log = logging.getLogger("weftline.runtime")
 
@@ -29,41 +22,12 @@ OPENING = frozenset({msg.OpenProgress, msg.OpenFailed, msg.Ready})
 """Messages about the opening of steps."""
 
 
-class RunningProgram:
-    """A program in the event loop.
-
-    deployments:  by step, as in OpenProgram.
-    opening:      of its workers.
-    input_queue:  requests that wait for memory for their inputs.
-    copied_in_bytes, copied_out_bytes: copied into its arena, and out of shared memory to its callers.
-    """
-
-    def __init__(
-        self, plan: Plan, deployments: Sequence[int], opening: Opening, input_queue: WaitQueue[list[Block]]
-    ) -> None:
-        self.plan = plan
-        self.deployments = tuple(deployments)
-        self.opening = opening
-        self.input_queue = input_queue
-        self.copied_in_bytes = 0
-        self.copied_out_bytes = 0
-
-    @property
-    def steps(self) -> dict[str, int]:
-        """The deployment of each step that has one, by name."""
-        return {
-            step.name: deployment
-            for step, deployment in zip(self.plan.steps, self.deployments, strict=True)
-            if deployment >= 0 and not step.control
-        }
-
-
 class FailedBeside(ModelError):
     """A process could not start, and that need not be a fault of the program, but of another one's step in it."""
 
 
 class Opening:
-    """Progress and outcome of opening what a program uses.
+    """Progress and outcome of opening the nodes of a program.
 
     It is open once each of its workers has been ready; the first failure is the one that is raised. All methods but
     `report` and `wait` are called under the lock.
@@ -73,15 +37,16 @@ class Opening:
     failed:    the step, '' where it is unknown, and why it cannot be opened; None: no failure so far.
     traceback: of the exception that the step's code raised; '' where there is none.
     pending:   `report` has something to do.
+    cancelled: the program was closed before it was open.
     """
-
-    _beside = False  # the failure is of no step that is known to be the program's
 
     def __init__(self, workers: Collection[int], steps: Mapping[str, Sequence[str]], progress: Progress | None) -> None:
         self.failed: tuple[str, str] | None = None
         self.traceback = ""
         self.pending = False
+        self.cancelled = False
         self.workers = frozenset(workers)
+        self._beside = False  # the failure is of no step that is known to be the program's
         self._steps = steps
         self._progress = progress
         self._reports: deque[tuple[str, str, float]] = deque(maxlen=REPORTS_MAX)
@@ -100,7 +65,8 @@ class Opening:
         return self._over.wait(timeout_s)
 
     def end(self) -> None:
-        """Wake the thread that waits."""
+        """Wake the thread that waits: the program is closed, or has failed."""
+        self.cancelled |= not self.over
         self._over.set()
 
     def note(self, message: msg.OpenProgress | msg.OpenFailed) -> None:

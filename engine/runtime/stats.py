@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from weftline.engine.runtime.opening import RunningProgram
+from weftline.engine.runtime.running_program import RunningProgram
 from weftline.engine.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -18,7 +18,8 @@ def snapshot(
 
     Requests, retries and copies in and out are the program's own. Queues, batches, workers and figures are those of
     its deployments, under the names of its steps; other programs may use them too. `dispatches`, `items`, `unfinished`,
-    `arena` and the other totals are those of the whole engine.
+    `arena` and the other totals are those of the whole engine, and so are `kv` and `device_memory`, which name all of
+    its deployments and workers: they are for the operator.
 
     `slo` compares latency with the objective; it is empty without one. `batches` has the current batch size limits.
     `unfinished` is the number of dispatches with results whose device work continues. `figures` has the statistics of
@@ -47,7 +48,7 @@ def snapshot(
                 "asleep": scheduler.asleep_count(deployment),
                 "all": len(scheduler.plan.steps[deployment].workers),
             }
-            for name, deployment in running.steps.items()
+            for name, deployment in running.deployments.items()
         },
         "worker_deaths": engine.deaths,
         "worker_deaths_by": [(_worded(steps, names), cause, count) for (steps, cause), count in deaths],
@@ -79,7 +80,7 @@ def snapshot(
 def _names(scheduler: Scheduler, running: RunningProgram) -> dict[str, list[str]]:
     """Return the names of a program's steps by the name of their deployment."""
     names: dict[str, list[str]] = {}
-    for name, deployment in running.steps.items():
+    for name, deployment in running.deployments.items():
         names.setdefault(scheduler.plan.steps[deployment].name, []).append(name)
     return names
 

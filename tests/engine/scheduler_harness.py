@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from weftline.engine.protocol import messages as msg
-from weftline.engine.runtime.opening import Opening, RunningProgram
+from weftline.engine.runtime.opening import Opening
+from weftline.engine.runtime.running_program import RunningProgram
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.condition_values import peek

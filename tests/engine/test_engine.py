@@ -183,6 +183,31 @@ def test_closing_while_a_shared_engine_opens_ends_everything(broken: Make) -> No
     wait_until(lambda: {one.pid for one in psutil.Process().children()} <= before, 10)
 
 
+def test_a_pipeline_that_is_closed_while_it_opens_says_so(pipelines: Repository, tmp_path: Path) -> None:
+    (tmp_path / "nodes.py").write_text(
+        "import time\nfrom weftline.node import BatchNode, Port, Ports, PortType\n"
+        "class Loads(BatchNode):\n"
+        "    @classmethod\n"
+        "    def ports(cls, config, step):\n"
+        "        return Ports([Port('value', PortType.parse('text'))], [Port('value', PortType.parse('text'))])\n"
+        "    def open(self, context):\n"
+        "        time.sleep(30)\n"
+        "    def run(self, batch):\n"
+        "        return {'value': batch['value']}\n"
+    )
+    slow = Builder("slow", base_dir=tmp_path, limits={"arena_bytes": 1 << 20})
+    slow.output("y", slow.step("loads", "nodes.py:Loads", value=slow.input("x", "text")).value)
+    with ThreadPoolExecutor(1) as loads:
+        loading = loads.submit(opened, pipelines, {"a": chain("a"), "slow": slow})
+        wait_until(lambda: "slow" in pipelines._names and pipelines._names["slow"].session is not None)
+        session = pipelines._names["slow"].session
+        assert session is not None
+        session.close()
+        found = loading.result(10)
+    assert found["a"] == 1 and isinstance(found["slow"], SessionClosed)
+    assert pipelines.get("a").run(x="a")["y"] == "a"
+
+
 def test_reloads_of_two_names_over_one_engine_run_at_once(pipelines: Repository) -> None:
     opened(pipelines, {"a": chain("a"), "b": chain("b")})
     pids, wrong, over = pipelines.get("a").pids(), list[str](), threading.Event()
