@@ -45,7 +45,7 @@ from weftline.engine.scheduler.routes import Route
 from weftline.engine.scheduler.state import EngineCounters, ProgramCounters, SchedulerState
 from weftline.engine.scheduler.step_queue import StepQueue
 from weftline.engine.scheduler.timeouts import Timeouts
-from weftline.engine.scheduler.workers import GIVEN_UP, READY, WorkerState
+from weftline.engine.scheduler.workers import GIVEN_UP, WorkerState
 from weftline.errors import KEEPS_FAILING_TO_START, InputError, LimitReached, SessionClosed, StepUnavailable
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.reservations import Settle
@@ -235,11 +235,6 @@ class Scheduler:
     def over_commit(self) -> str:
         """Error text for devices that are too small for what is open on them; '' when all are large enough."""
         return "\n".join(self.state.measured.over_commit)
-
-    def not_ready(self, program: int) -> list[int]:
-        """Return the workers of a program that are not ready."""
-        held = programs.workers_of(self.state, self.state.programs[program])
-        return [worker_id for worker_id in sorted(held) if self.state.workers[worker_id].state != READY]
 
     def gone(self, deployment: int) -> bool:
         """Return True if no worker will run a deployment any more, or none is sure to."""
