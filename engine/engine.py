@@ -17,25 +17,20 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 
 from weftline.engine.gpus import Reservation
 from weftline.engine.machine import this_machine
-from weftline.engine.planned_pipeline import Replan
 from weftline.engine.runtime.event_loop import Runtime
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
-from weftline.errors import WeftlineError
 from weftline.pipelines.placement.machine import Machine
-from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.placement.profile_file import Profile, profile_beside
-from weftline.pipelines.placement.sharing import PlannedProgram, SharedPlan, over, plan_shared
+from weftline.pipelines.placement.sharing import PlannedProgram, SharedPlan, over
 from weftline.pipelines.spec.graph import Pipeline
 
 
 class Engine:
-    """What one plan has loaded, and the programs over it. Thread-safe.
+    """A plan that is loaded, and the programs over it. Thread-safe.
 
     hold:    its GPU memory reservation; released when the engine ends.
     runtime: its event loop.
@@ -85,56 +80,11 @@ class Engine:
         if last:
             self.runtime.close(end)
 
-    @property
-    def closed(self) -> bool:
-        return self.runtime.closed
-
     def _stands(self, planned: PlannedProgram) -> bool:
         """Return whether open programs keep all deployments of a program alive."""
         kept = {one for program in self._programs.values() for one in program.deployments}
         wanted = [one for one in planned.deployments if one >= 0]  # the scheduler evaluates the others
         return bool(self._programs) and kept.issuperset(wanted) and self.runtime.serves(wanted)
-
-
-def plan_group(
-    pipelines: Mapping[str, Pipeline], machine: Machine, hold: Reservation
-) -> tuple[SharedPlan, dict[str, WeftlineError]]:
-    """Plan pipelines of one engine together, for the GPU memory that is left, and reserve it.
-
-    Also return the error of each that cannot be planned. PipelineError: none can.
-    """
-    refused = dict[str, WeftlineError]()
-    profiles = dict[str, Profile | None]()
-    for name, one in pipelines.items():
-        try:
-            profiles[name] = profile_beside(one)
-        except WeftlineError as error:
-            refused[name] = error
-    wanted = {name: pipelines[name] for name in profiles}
-    if not wanted:
-        raise next(iter(refused.values()))
-
-    def plan(there: Machine) -> SharedPlan:
-        return plan_shared(wanted, there, profiles=profiles)
-
-    shared = reserved(plan(machine), hold, plan, machine)
-    return shared, {**refused, **shared.refused}
-
-
-def reserved(shared: SharedPlan, hold: Reservation, again: Replan | None, machine: Machine | None) -> SharedPlan:
-    """Reserve the GPU memory of a plan; return it, or one that was made for what other sessions leave.
-
-    again: plans anew for another machine; None: it opens as planned, or not at all. PipelineError: it does not fit.
-    """
-    made = [shared]
-
-    def replan(there: Machine, again: Replan) -> Plan:
-        made.append(again(there))
-        return made[-1].plan
-
-    plan = hold.reserve(shared.plan, None if again is None else partial(replan, again=again), machine)
-    found = next((one for one in made if one.plan is plan), None)
-    return found if found is not None else made[-1].with_plan(plan)
 
 
 def cache_dir() -> Path:

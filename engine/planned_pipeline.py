@@ -6,16 +6,18 @@ the GPU memory that other sessions leave. Nothing runs here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+from weftline.engine.gpus import Reservation
 from weftline.engine.machine import this_machine
-from weftline.errors import InputError
+from weftline.errors import InputError, WeftlineError
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.profile_file import profile_beside
+from weftline.pipelines.placement.profile_file import Profile, profile_beside
 from weftline.pipelines.placement.sharing import SharedPlan, plan_shared
 from weftline.pipelines.spec.builder import Builder
 from weftline.pipelines.spec.graph import Pipeline
@@ -91,3 +93,44 @@ def _plan(graph: Pipeline, machine: Machine | None) -> Plan:
 
 def _shared(graph: Pipeline, machine: Machine | None) -> SharedPlan:
     return plan_shared({graph.name: graph}, machine or this_machine(), profiles={graph.name: profile_beside(graph)})
+
+
+def plan_group(
+    pipelines: Mapping[str, Pipeline], machine: Machine, hold: Reservation
+) -> tuple[SharedPlan, dict[str, WeftlineError]]:
+    """Plan pipelines of one engine together, for the GPU memory that is left, and reserve it.
+
+    Also return the error of each that cannot be planned. PipelineError: none can.
+    """
+    refused = dict[str, WeftlineError]()
+    profiles = dict[str, Profile | None]()
+    for name, one in pipelines.items():
+        try:
+            profiles[name] = profile_beside(one)
+        except WeftlineError as error:
+            refused[name] = error
+    wanted = {name: pipelines[name] for name in profiles}
+    if not wanted:
+        raise next(iter(refused.values()))
+
+    def plan(there: Machine) -> SharedPlan:
+        return plan_shared(wanted, there, profiles=profiles)
+
+    shared = reserved(plan(machine), hold, plan, machine)
+    return shared, {**refused, **shared.refused}
+
+
+def reserved(shared: SharedPlan, hold: Reservation, again: Replan | None, machine: Machine | None) -> SharedPlan:
+    """Reserve the GPU memory of a plan; return it, or one that was made for what other sessions leave.
+
+    again: plans anew for another machine; None: it opens as planned, or not at all. PipelineError: it does not fit.
+    """
+    made = [shared]
+
+    def replan(there: Machine, again: Replan) -> Plan:
+        made.append(again(there))
+        return made[-1].plan
+
+    plan = hold.reserve(shared.plan, None if again is None else partial(replan, again=again), machine)
+    found = next((one for one in made if one.plan is plan), None)
+    return found if found is not None else made[-1].with_plan(plan)

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from weftline.engine.engine import Engine, plan_group
+from weftline.engine.engine import Engine
 from weftline.engine.gpus import GpuReservations
 from weftline.engine.machine import this_machine
-from weftline.engine.planned_pipeline import graph_of
+from weftline.engine.planned_pipeline import graph_of, plan_group
 from weftline.engine.runtime.opening import FailedBeside, Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
 from weftline.engine.versions import ENDED, Version

@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from weftline.engine.engine import Engine, reserved
+from weftline.engine.engine import Engine
 from weftline.engine.gpus import Reservation
 from weftline.engine.inputs import RequestInputs
-from weftline.engine.planned_pipeline import PlannedPipeline, Source, graph_of
+from weftline.engine.planned_pipeline import PlannedPipeline, Source, graph_of, reserved
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
 from weftline.errors import SessionClosed
@@ -84,7 +84,7 @@ class Version:
         while self._open and not self.closed and time.monotonic() < until:
             time.sleep(DRAIN_POLL_S)
         self._ended = True
-        self.engine.end_program(self.program, list(self._open), end)
+        self.engine.end_program(self.program, self._open.copy(), end)
         self.inputs.close()
 
 
@@ -174,14 +174,12 @@ class Versions:
             self._check_not_closed()
             if current is None:
                 raise not_open()
-            old = self._switch(lambda: self._next_version(current, pipeline, progress, beside), timeout_s)
-            number = self.current.number if self.current is not None else 0
+            self._switch(lambda: self._next_version(current, pipeline, progress, beside), timeout_s)
             try:
-                if old is not None:
-                    old.drain(drain_s, REPLACED)
+                current.drain(drain_s, REPLACED)
             finally:
                 self._draining = None
-            return number
+            return current.number + 1
 
     def close(self, drain_s: float) -> None:
         """Refuse new requests and end every version; see Session.close."""
@@ -197,8 +195,8 @@ class Versions:
             if version is not None:
                 version.drain(max(0.0, until - time.monotonic()), ENDED)
 
-    def _switch(self, begin: Begin, timeout_s: float | None) -> Version | None:
-        """Start a version, wait until it is open, and make it the current one; return the one before, which drains."""
+    def _switch(self, begin: Begin, timeout_s: float | None) -> None:
+        """Start a version, wait until it is open, and make it the current one; the one before drains from then on."""
         version = begin()
         try:
             with self._changing:
@@ -207,9 +205,7 @@ class Versions:
             version.runtime.wait_open(version.program, timeout_s)
             with self._changing:
                 self._check_not_closed()
-                old, self.current = self.current, version
-                self.opening, self._draining = None, old
-            return old
+                self._draining, self.current = self.current, version
         except BaseException:
             version.drain(0.0, ENDED)
             raise

@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from weftline.engine.engine import plan_group
 from weftline.engine.flags import flag_fields
 from weftline.engine.gpus import GpuReservations
 from weftline.engine.machine import this_machine
+from weftline.engine.planned_pipeline import plan_group
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
 from weftline.errors import InputError, PipelineError, Problem
 from weftline.fields import plain
