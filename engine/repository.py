@@ -25,7 +25,7 @@ from weftline.engine.machine import this_machine
 from weftline.engine.planned_pipeline import graph_of, plan_group
 from weftline.engine.runtime.opening import FailedBeside, Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
-from weftline.engine.versions import ENDED, Version
+from weftline.engine.versions import ENDED, Version, begin_over
 from weftline.errors import InputError, LimitReached, SessionClosed, WeftlineError
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.sharing import groups_of
@@ -310,7 +310,7 @@ class Repository:
             if refused is not None:
                 raise refused
             if serving is not None:
-                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress, beside=self._beside)
+                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress, others=self._engines)
             else:
                 session = self._first(name, source, progress, begun)
                 with self._lock:
@@ -333,17 +333,16 @@ class Repository:
     def _first(self, name: str, source: Source, progress: Progress | None, begun: Version | None) -> Session:
         """Return the session of a name that does not serve yet: over what another has loaded where that suffices."""
         if begun is None:
-            begun = self._beside(graph_of(source), 1)
+            begun = begin_over(self._engines(), graph_of(source), self._machine, 1)
         if begun is None:
             return load(source, self._machine).session(progress, name=name, gpus=self._gpus)
         return Session(begun.plan, progress, self._machine, name=name, gpus=self._gpus, first=begun)
 
-    def _beside(self, pipeline: Pipeline, number: int) -> Version | None:
-        """Start a version over what a session has loaded; None where none has all it needs."""
+    def _engines(self) -> list[Engine]:
+        """Return the engines of what serves now."""
         with self._lock:
             sessions = [one.session for one in self._names.values() if one.session is not None]
-        found = (one._begin_beside(pipeline, number) for one in sessions)
-        return next((version for version in found if version is not None), None)
+        return [engine for one in sessions if (engine := one._engine) is not None]
 
     def _check_open(self) -> None:
         if self._closed:

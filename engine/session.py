@@ -18,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from weftline.engine.engine import Engine
 from weftline.engine.gpus import GpuReservations
 from weftline.engine.planned_pipeline import PlannedPipeline, Source, plan_of
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions, checked_options
@@ -33,12 +34,11 @@ from weftline.engine.runtime.health import Health, judge
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
-from weftline.engine.versions import Version, Versions, begin_alone, begin_over, not_open
+from weftline.engine.versions import Version, Versions, begin_alone, not_open
 from weftline.errors import InputError, SessionClosed, WeftlineError
 from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
-from weftline.pipelines.spec.graph import Pipeline
 
 __all__ = ["DRAIN_S", "OpenablePipeline", "Session", "Source", "load", "plan_of"]
 
@@ -189,7 +189,7 @@ class Session:
         timeout_s: float | None = None,
         drain_s: float = DRAIN_S,
         progress: Progress | None = None,
-        beside: Callable[[Pipeline, int], Version | None] = lambda pipeline, number: None,
+        others: Callable[[], Iterable[Engine]] = tuple,
     ) -> int:
         """Open a new version, switch to it, end the old one, and return the new one's number.
 
@@ -201,9 +201,9 @@ class Session:
         timeout_s: longest wait for the new version to open; None: no limit.
         drain_s:   time for requests to finish in the old version; then they are cancelled.
         progress:  as for `open`.
-        beside:    for a repository: starts the version over what another session has loaded, if that has all it needs.
+        others:    for a repository: returns further engines that may have loaded what the new version needs.
         """
-        return self._versions.reload(pipeline, timeout_s, drain_s, progress, beside)
+        return self._versions.reload(pipeline, timeout_s, drain_s, progress, others)
 
     def __enter__(self) -> Session:
         return self
@@ -360,10 +360,10 @@ class Session:
         """
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
-    def _begin_beside(self, pipeline: Pipeline, number: int = 1) -> Version | None:
-        """Start a version of another session over what this one has loaded; None where it needs more."""
-        current = self._versions.current
-        return begin_over(current.engine, pipeline, self._versions.machine, number) if current is not None else None
+    @property
+    def _engine(self) -> Engine | None:
+        """The engine of the current version; None before it is open."""
+        return self._versions.current.engine if self._versions.current is not None else None
 
     # health and figures
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from weftline.engine.engine import Engine
 from weftline.engine.gpus import Reservation
@@ -163,18 +163,18 @@ class Versions:
         timeout_s: float | None,
         drain_s: float,
         progress: Progress | None,
-        beside: Callable[[Pipeline, int], Version | None] = lambda pipeline, number: None,
+        others: Callable[[], Iterable[Engine]] = tuple,
     ) -> int:
         """Open the next version, switch to it, end the old one, and return its number; see Session.reload.
 
-        beside: starts the version of a number over what another session has loaded; None where that does not suffice.
+        others: returns further engines that may have loaded what it needs.
         """
         with self._reloading:
             current = self.current
             self._check_not_closed()
             if current is None:
                 raise not_open()
-            self._switch(lambda: self._next_version(current, pipeline, progress, beside), timeout_s)
+            self._switch(lambda: self._next_version(current, pipeline, progress, others()), timeout_s)
             try:
                 current.drain(drain_s, REPLACED)
             finally:
@@ -217,15 +217,13 @@ class Versions:
         current: Version,
         pipeline: Source | PlannedPipeline,
         progress: Progress | None,
-        beside: Callable[[Pipeline, int], Version | None],
+        others: Iterable[Engine],
     ) -> Version:
         """Start the next version: over what is loaded where that suffices, else in an engine of its own."""
         number = current.number + 1
         source = pipeline.graph if isinstance(pipeline, PlannedPipeline) else graph_of(pipeline)
         machine = (pipeline.machine if isinstance(pipeline, PlannedPipeline) else None) or self.machine
-        over = begin_over(current.engine, source, machine, number) if source is not None else None
-        if over is None and source is not None:
-            over = beside(source, number)
+        over = begin_over((current.engine, *others), source, machine, number) if source is not None else None
         if over is not None:
             return over
         new = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline.of(graph_of(pipeline), machine)
@@ -236,11 +234,14 @@ class Versions:
             raise not_open()
 
 
-def begin_over(engine: Engine, pipeline: Pipeline, machine: Machine | None, number: int) -> Version | None:
-    """Start a version over what an engine has loaded; None when it needs something else."""
-    planned = engine.over(pipeline, machine)
-    program = engine.open_program(planned) if planned is not None else None
-    return Version(number, engine, program, planned.plan) if planned is not None and program is not None else None
+def begin_over(engines: Iterable[Engine], pipeline: Pipeline, machine: Machine | None, number: int) -> Version | None:
+    """Start a version over what one of these engines has loaded; None when it needs something else."""
+    for engine in dict.fromkeys(engines):
+        planned = engine.over(pipeline, machine)
+        program = engine.open_program(planned) if planned is not None else None
+        if planned is not None and program is not None:
+            return Version(number, engine, program, planned.plan)
+    return None
 
 
 def begin_alone(
