@@ -30,7 +30,14 @@ PURE = [
     *(f"engine/bench/{name}.py" for name in ("outcome", "arrivals", "critical_path", "report", "trace")),
     *(
         f"engine/{name}.py"
-        for name in ("flags", "protocol/messages", "protocol/figures", "runtime/timer", "token_bucket")
+        for name in (
+            "flags",
+            "protocol/messages",
+            "protocol/figures",
+            "runtime/arena_readers",
+            "runtime/timer",
+            "token_bucket",
+        )
     ),
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/llm/vision/{name}.py" for name in ("families", "features", "positions", "prompt")),

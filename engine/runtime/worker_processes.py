@@ -1,8 +1,5 @@
 """Start, attach, read, kill and reap the worker processes of one plan, and map their arenas.
 
-A worker attaches the arenas for inputs of the programs that it runs steps of, and those of the workers that it runs
-some program with, and no others.
-
 Ready descriptors lead to two callbacks: `received(worker, arena, message)` and `died(WorkerDied, name)`. Nothing is
 decided here, and there is no lock: the event loop calls all methods under its own, but for those that wait.
 """
@@ -15,7 +12,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.channel import ChannelClosed
 from weftline.engine.protocol.first_message import open_message
 from weftline.engine.runtime import mps
+from weftline.engine.runtime.arena_readers import ArenaReaders
 from weftline.engine.runtime.debug_worker import DebugWorker
 from weftline.engine.runtime.descriptors import KEPT, NONE_LEFT, Reserve, shortage
 from weftline.engine.runtime.device_arenas import DeviceArenas
@@ -84,9 +82,7 @@ class WorkerProcesses:
         self._workers: dict[int, tuple[int, Process]] = {}
         self._device_arenas = DeviceArenas()
         self._attached: set[int] = set()  # workers that sent Hello and were sent the arenas that they may read
-        self._owners: dict[int, int] = {}  # the worker of each arena that is one's
-        self._readers: dict[int, frozenset[int]] = {}  # by arena for inputs: workers that attach it
-        self._peers: dict[int, set[int]] = {}  # by worker: those it runs some program with, itself included
+        self._readers = ArenaReaders()
         self._arenas_to_come: set[int] = set()  # workers that will announce another arena
         self._starting: set[int] = set()  # workers that did not send Hello yet
         self._handlers: dict[int, Callable[[int], None]] = {}  # by descriptor; called with the epoll event mask
@@ -118,14 +114,10 @@ class WorkerProcesses:
     def open_ingress(self, arena: int, mapped: HostArena, workers: Sequence[int]) -> None:
         """Map the arena for a program's inputs, and attach it, and the arenas of each other, to these workers."""
         self.arenas[arena] = mapped
-        self._readers[arena] = frozenset(workers)
-        for worker in workers:
-            known = self._peers.setdefault(worker, set())
-            new = set(workers) - known
-            known.update(workers)
+        for worker, new in self._readers.open_inputs(arena, workers).items():
             if worker in self._attached:
                 self.send(worker, msg.Attach(arena, mapped.size_bytes), mapped.fd)
-                self._attach_arenas(worker, new)
+                self._attach_arenas_of(new, worker)
 
     def start(self, worker: int, arena: int) -> None:
         """Start a worker's process; a start that the system refuses is reported as a death."""
@@ -182,7 +174,7 @@ class WorkerProcesses:
             return
         message, fd = self._device_arenas.attach_message(arena)
         self.send(worker, msg.AttachDevice(arena, 0))
-        for other in (self._attached & self._peers[worker]) - {worker}:
+        for other in (self._attached & self._readers.peers(worker)) - {worker}:
             if self._plan.workers[other].device == device:
                 self.send(other, message, fd)
 
@@ -199,9 +191,7 @@ class WorkerProcesses:
         if mapped is not None:
             mapped.close()
         self._device_arenas.forget(arena)
-        owner = self._owners.pop(arena, None)
-        readers = self._readers.pop(arena, frozenset()) if owner is None else self._peers.get(owner, frozenset())
-        for worker in self._attached & readers:
+        for worker in self._attached & self._readers.forget(arena):
             self.send(worker, msg.Retire(arena))
 
     def pids(self) -> dict[str, int]:
@@ -326,21 +316,20 @@ class WorkerProcesses:
         """Send a new worker's arena to the workers that read it, and to it the arenas that it reads."""
         arena = self._workers[worker][0]
         self.send(worker, msg.Attach(arena, 0))
-        for id, readers in self._readers.items():
-            if worker in readers:
-                self.send(worker, msg.Attach(id, self.arenas[id].size_bytes), self.arenas[id].fd)
-        self._attach_arenas(worker, self._peers.get(worker, set()))
-        for one in self._attached & self._peers.get(worker, set()):
+        peers = self._readers.peers(worker)
+        for id in self._readers.inputs_of(worker):
+            self.send(worker, msg.Attach(id, self.arenas[id].size_bytes), self.arenas[id].fd)
+        self._attach_arenas_of(peers, worker)
+        for one in self._attached & peers:
             self.send(one, msg.Attach(arena, mapped.size_bytes), mapped.fd)
         self._attached.add(worker)
         self.arenas[arena] = mapped
-        self._owners[arena] = worker
+        self._readers.add(arena, worker)
 
-    def _attach_arenas(self, worker: int, others: Container[int]) -> None:
+    def _attach_arenas_of(self, others: set[int], worker: int) -> None:
         """Send a worker the arenas of others, which may have ended, on the host and on its device."""
-        for id, owner in self._owners.items():
-            if owner in others:
-                self.send(worker, msg.Attach(id, self.arenas[id].size_bytes), self.arenas[id].fd)
+        for id in self._readers.owned_by(others):
+            self.send(worker, msg.Attach(id, self.arenas[id].size_bytes), self.arenas[id].fd)
         for id, owner in self._device_arenas.on(self._plan.workers[worker].device):
             if owner in others:
                 self.send(worker, *self._device_arenas.attach_message(id))

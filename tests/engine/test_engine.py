@@ -84,7 +84,7 @@ def test_requests_that_outlast_the_drain_are_cancelled() -> None:
             before.result(10)
         assert session.pids() == pids and session.run(x="b")["z"] == "b"
         wait_until(lambda: session.stats()["arena"]["leased_bytes"] == 0, 10)
-        wait_until(lambda: len(session._current.runtime.fleet._readers) == 1, 10)  # the arena of the old inputs
+        wait_until(lambda: len(session._current.runtime.fleet._readers._inputs) == 1, 10)  # the arena of the old inputs
 
 
 def test_pipelines_that_are_loaded_together_share_and_end_apart(pipelines: Repository) -> None:
