@@ -25,7 +25,7 @@ from weftline.pipelines.placement.machine import Machine, Taken
 from weftline.pipelines.placement.needs import Need, Needs, gpus_of, has_kv_memory
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan, PlannedStep
-from weftline.pipelines.spec.policy import GpuPolicy
+from weftline.pipelines.spec.policy import GpuPolicy, Limits
 from weftline.shm.device.names import is_fake
 
 LEAST_BYTES = 64 << 10
@@ -53,7 +53,7 @@ def kv_most(plan: Plan, step: PlannedStep, device: str) -> int:
     """
     if not shares(step):
         return 0
-    total = kv_limits(plan).get(device)
+    total = kv_limits(plan.limits).get(device)
     if total is not None:
         return max(0, total - _given(plan.steps, device) + own_kv_bytes(step))
     budget = next((one for one in plan.budgets if one.device == device), None)
@@ -73,7 +73,7 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
     Where the remainder of a GPU is known, its llm steps share it like a stated limit; `over_commits` checks that it is
     large enough (`least_left`).
     """
-    limits = kv_limits(plan)
+    limits = kv_limits(plan.limits)
     left = {
         budget.device: budget.kv_bytes + _given(plan.steps, budget.device)
         for budget in plan.budgets
@@ -103,9 +103,9 @@ def with_kv_memory(plan: Plan) -> tuple[Plan, list[Problem]]:
     return dataclasses.replace(plan, steps=tuple(changed), limits=limited, notes=(*plan.notes, *idle)), problems
 
 
-def kv_limits(plan: Plan) -> dict[str, int]:
-    """Return `limits.kv_bytes` by full device name."""
-    return {"cuda:0" if device == "cuda" else device: total for device, total in plan.limits.kv_bytes.items()}
+def kv_limits(limits: Limits) -> dict[str, int]:
+    """Return `kv_bytes` by full device name."""
+    return {"cuda:0" if device == "cuda" else device: total for device, total in limits.kv_bytes.items()}
 
 
 def own_kv_bytes(step: PlannedStep) -> int:
@@ -169,7 +169,7 @@ def over_commits(plan: Plan) -> list[Problem]:
     problems = []
     for budget in plan.budgets:
         left = budget.total_bytes - budget.claimed_bytes
-        takers = [] if budget.device in kv_limits(plan) or not _known(budget) else open_kv(plan, budget.device)
+        takers = [] if budget.device in kv_limits(plan.limits) or not _known(budget) else open_kv(plan, budget.device)
         least = least_left(len(takers)) if takers else 0
         if left < least:
             found = over_commit_text(budget.device, budget.total_bytes, budget.claims, takers if left >= 0 else ())
@@ -228,10 +228,10 @@ def fillable(plans: Collection[Plan]) -> set[str]:
     divided = {
         budget.device
         for plan, budget in budgets
-        if budget.device not in {*kv_limits(plan)} | unknown and open_kv(plan, budget.device)
+        if budget.device not in {*kv_limits(plan.limits)} | unknown and open_kv(plan, budget.device)
     }
     takers = [
-        {*step.devices} - {*kv_limits(plan)}
+        {*step.devices} - {*kv_limits(plan.limits)}
         for plan in plans
         for step in plan.steps
         if shares(step) and not own_kv_bytes(step)
@@ -248,7 +248,7 @@ def reserve_of(budget: DeviceBudget) -> int:
 
 def remainder_of(plan: Plan, budget: DeviceBudget) -> int:
     """Return the remainder that a GPU's only unmeasured llm step uses when it opens; 0 if other claims are unknown."""
-    if budget.device in kv_limits(plan) or is_fake(budget.device):  # a fake GPU has no memory to fill
+    if budget.device in kv_limits(plan.limits) or is_fake(budget.device):  # a fake GPU has no memory to fill
         return 0
     takers = open_kv(plan, budget.device)
     unknown = {claim.owner for claim in budget.claims if claim.source == "unknown"}
@@ -354,8 +354,8 @@ def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim
 def _kv(plan: Plan, device: str) -> list[Claim]:
     """Return the stated KV memory: of the device as a whole, or of each step."""
     steps = [step for step in plan.steps if shares(step) and device in step.devices]
-    if steps and device in kv_limits(plan):
-        return [Claim(LLM_STEPS, KV, kv_limits(plan)[device], "stated")]
+    if steps and device in kv_limits(plan.limits):
+        return [Claim(LLM_STEPS, KV, kv_limits(plan.limits)[device], "stated")]
     own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
     return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from weftline.errors import Problem
+from weftline.pipelines.placement.budget import kv_limits
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.spec.policy import GpuPolicy, Limits
 
@@ -49,7 +50,7 @@ def joint_limits(limits: Sequence[Limits]) -> Limits:
     """Return the limits of deployments; those of requests are the first one's."""
     kv_bytes: dict[str, int] = {}
     for one in limits:
-        kv_bytes |= one.kv_bytes
+        kv_bytes |= kv_limits(one)
     return dataclasses.replace(
         limits[0],
         requests_max=min(sum(one.requests_max for one in limits), REQUESTS_MAX),
@@ -61,12 +62,16 @@ def joint_limits(limits: Sequence[Limits]) -> Limits:
 
 
 def kv_conflicts(limits: Sequence[Limits]) -> list[Problem]:
-    """Return a problem for each device for which the last limits state other KV memory than those before."""
-    problems, last = [], limits[-1].kv_bytes
-    for device, bytes in last.items():
-        others = {one.kv_bytes[device] for one in limits[:-1] if device in one.kv_bytes} - {bytes}
-        if others:
-            found = f"{size_text(bytes)}, and pipelines that share its engine state {size_text(min(others))}"
+    """Return a problem for each device for which limits state different KV memory: that of the last that do."""
+    stated: dict[str, list[int]] = {}
+    for one in limits:
+        for device, bytes in kv_limits(one).items():
+            stated.setdefault(device, []).append(bytes)
+    problems, written = [], limits[-1].kv_bytes
+    for device, (*before, last) in stated.items():
+        if others := {*before} - {last}:
+            found = f"{size_text(last)}, and pipelines that share its engine state {size_text(min(others))}"
             fix = "state the same in all of them, or in one alone"
-            problems.append(Problem(f"limits.kv_bytes.{device}", found, fix=fix))
+            key = "cuda" if device == "cuda:0" and "cuda" in written else device
+            problems.append(Problem(f"limits.kv_bytes.{key}", found, fix=fix))
     return problems

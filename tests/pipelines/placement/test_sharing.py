@@ -491,6 +491,17 @@ def test_limits_of_deployments_are_taken_from_all() -> None:
     assert "limits.kv_bytes.cuda: 2 MiB" in str(shared(*kv).refused["p1"]) and not shared(kv[0], kv[0]).refused
 
 
+@pytest.mark.parametrize("devices", [("cuda", "cuda", None), ("cuda", None, "cuda:0"), ("cuda:0", "cuda", "cuda")])
+def test_the_later_one_of_two_that_state_other_kv_memory_is_refused(devices: tuple[str | None, ...]) -> None:
+    stated = [
+        one_step(more="" if device is None else f"limits: {{kv_bytes: {{'{device}': {1 + bool(at)}048576}}}}\n")
+        for at, device in enumerate(devices)
+    ]
+    found = shared(*stated)
+    assert {*found.refused} == {f"p{at}" for at, device in enumerate(devices) if at and device is not None}
+    assert {*found.plan.limits.kv_bytes.values()} == {1048576}
+
+
 PHOTO = """
   find: {node: find, share: true, inputs: {image: x}}
   cut: {node: cut, share: true, inputs: {image: x, boxes: find.boxes}}
