@@ -64,6 +64,7 @@ class SharedPlan:
     programs: by given name.
     refused:  pipelines that have problems, or for which no room is left.
     stated:   GPU policy and limits of each program.
+    threads:  by deployment, the `threads:` that its users state.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class SharedPlan:
     programs: Mapping[str, PlannedProgram]
     refused: Mapping[str, PipelineError]
     stated: tuple[tuple[GpuPolicy, Limits], ...] = field(default=(), repr=False)
+    threads: tuple[frozenset[int | None], ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, plan: Plan) -> SharedPlan:
@@ -130,7 +132,7 @@ def plan_shared(
         for one, plan, indexes in zip(kept, placed.programs, placed.deployments, strict=True)
     }
     stated = tuple((one.bare.pipeline.gpu, one.bare.pipeline.limits) for one in kept)
-    return SharedPlan(placed.plan, _keys_of(placed, kept, keys), programs, refused, stated)
+    return SharedPlan(placed.plan, _keys_of(placed, kept, keys), programs, refused, stated, _threads_of(placed, kept))
 
 
 def over(
@@ -145,8 +147,10 @@ def over(
         raise PipelineError(bare.checked.problems)
     keys = load_keys(bare, os.environ)
     indexes = _matches(shared, [keys.get(step.name) for step in bare.plan.steps])
-    missing = any(at < 0 and not step.control for at, step in zip(indexes, bare.plan.steps, strict=True))
-    if missing or not was_stated(pipeline.gpu, pipeline.limits, shared.stated):
+    used = [(bare.checked.steps[step.name].step, at) for step, at in zip(bare.plan.steps, indexes) if not step.control]
+    if any(at < 0 or step.threads not in shared.threads[at] for step, at in used):
+        return None
+    if not was_stated(pipeline.gpu, pipeline.limits, shared.stated):
         return None
     plan = over_deployments(bare, bare.plan, shared.plan, indexes)
     return PlannedProgram(plan, indexes) if _can_run(bare, plan, shared, indexes) else None
@@ -287,3 +291,13 @@ def _keys_of(placed: Placed, members: Sequence[Member], keys: _Keys) -> tuple[Lo
             if at >= 0 and not step.control:
                 found.setdefault(at, keys[member.name][step.name])
     return tuple(found.get(at, LoadKey((), shares=False)) for at in range(len(placed.plan.steps)))
+
+
+def _threads_of(placed: Placed, members: Sequence[Member]) -> tuple[frozenset[int | None], ...]:
+    """Return the `threads:` that the users of each step of the joint plan state."""
+    found: list[set[int | None]] = [set() for _ in placed.plan.steps]
+    for member, plan, indexes in zip(members, placed.programs, placed.deployments, strict=True):
+        for step, at in zip(plan.steps, indexes, strict=True):
+            if at >= 0:
+                found[at].add(member.bare.checked.steps[step.name].step.threads)
+    return tuple(map(frozenset, found))

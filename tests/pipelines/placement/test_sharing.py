@@ -606,6 +606,7 @@ def test_a_changed_graph_is_planned_over_what_stands(change: Pipeline) -> None:
         prompted("delay_ms: 1", "delay_ms: 1, device: cpu"),
         prompted("delay_ms: 1", "delay_ms: 1, batch: {items_max: 3}"),
         prompted("delay_ms: 1", "delay_ms: 1, instances: 2"),
+        prompted("delay_ms: 1", "delay_ms: 1, threads: 2"),
         prompted("delay_ms: 1", "type: json, delay_ms: 1"),
         prompted(more="limits: {arena_bytes: 100000}\n"),
         prompted(more="gpu: {reserve_bytes: 5}\n"),
