@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weftline.errors import Problem
@@ -155,11 +155,11 @@ def budgets(plan: Plan, needs: Needs, gpu: GpuPolicy, machine: Machine) -> tuple
         claims += claims_of_others(device.taken, device.reserve_bytes - gpu.reserve_bytes)
         found.append(DeviceBudget(device.name, device.memory_bytes, tuple(claims)))
     shared = {device.name for device in machine.devices if device.shared}
-    divided = fillable([dataclasses.replace(plan, budgets=tuple(found))]) - shared
+    divided = _fillable(dataclasses.replace(plan, budgets=tuple(found))) - shared
     return tuple(
         dataclasses.replace(one, kv_bytes=max(0, one.total_bytes - one.claimed_bytes))
         if one.device in divided
-        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else remainder_of(plan, one))
+        else dataclasses.replace(one, rest_bytes=0 if one.device in shared else _remainder(plan, one))
         for one in found
     )
 
@@ -217,25 +217,20 @@ def open_kv(plan: Plan, device: str) -> list[str]:
     ]
 
 
-def fillable(plans: Collection[Plan]) -> set[str]:
+def _fillable(plan: Plan) -> set[str]:
     """Return the GPUs whose remainder goes to llm steps: all claims are known there and no limit is set.
 
     A step has one size for all its instances, so it has none while the remainder of any of their devices is unknown.
-    Other llm steps on these devices, of all plans, then wait for it too.
+    Other llm steps on these devices then wait for it too.
     """
-    budgets = [(plan, budget) for plan in plans for budget in plan.budgets]
-    unknown = {budget.device for _, budget in budgets if not _known(budget)}
+    limited = {*kv_limits(plan.limits)}
+    unknown = {budget.device for budget in plan.budgets if not _known(budget)}
     divided = {
         budget.device
-        for plan, budget in budgets
-        if budget.device not in {*kv_limits(plan.limits)} | unknown and open_kv(plan, budget.device)
+        for budget in plan.budgets
+        if budget.device not in limited | unknown and open_kv(plan, budget.device)
     }
-    takers = [
-        {*step.devices} - {*kv_limits(plan.limits)}
-        for plan in plans
-        for step in plan.steps
-        if shares(step) and not own_kv_bytes(step)
-    ]
+    takers = [{*step.devices} - limited for step in plan.steps if shares(step) and not own_kv_bytes(step)]
     while waiting := {device for on in takers if not on <= divided for device in on & divided}:
         divided -= waiting
     return divided
@@ -246,7 +241,7 @@ def reserve_of(budget: DeviceBudget) -> int:
     return sum(claim.bytes for claim in budget.claims if claim.what in (RESERVE, OTHER_RESERVE))
 
 
-def remainder_of(plan: Plan, budget: DeviceBudget) -> int:
+def _remainder(plan: Plan, budget: DeviceBudget) -> int:
     """Return the remainder that a GPU's only unmeasured llm step uses when it opens; 0 if other claims are unknown."""
     if budget.device in kv_limits(plan.limits) or is_fake(budget.device):  # a fake GPU has no memory to fill
         return 0

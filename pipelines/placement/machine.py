@@ -41,7 +41,7 @@ class Device:
     memory_bytes:  total memory.
     taken:         reservations of other open pipelines.
     reserve_bytes: memory that these keep free.
-    shared:        pipelines that are planned together divide its remainder afterwards; none uses all of it.
+    shared:        no step uses all of its remainder.
     """
 
     name: str

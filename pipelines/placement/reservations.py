@@ -172,12 +172,6 @@ class ReservationTable:
                 self._new_shares.pop((owner, device), None)
                 self._divide(device)
 
-    def left(self, device: str) -> int:
-        """Return the unreserved bytes of a GPU with reservations, without the safety reserve."""
-        there = [own[device] for own in self._reserved.values() if device in own]
-        reserve = max(one.reserve_bytes for one in there)
-        return max(0, min(one.total_bytes for one in there) - reserve - sum(one.bytes for one in there))
-
     def pop_new_shares(self) -> dict[tuple[Owner, str], int]:
         """Pop the shares, in bytes, that waiting versions have not received yet."""
         shares, self._new_shares = self._new_shares, {}
