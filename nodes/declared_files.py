@@ -41,7 +41,7 @@ def identities(paths: Iterable[Path]) -> tuple[FileIdentity, ...]:
     for path in _regular(paths):
         if len(found) >= FILES_MAX:
             break
-        one = _identity(str(path))
+        one = identity(str(path))
         if one is not None:
             found[one.path] = one
     return tuple(found[path] for path in sorted(found))
@@ -49,7 +49,7 @@ def identities(paths: Iterable[Path]) -> tuple[FileIdentity, ...]:
 
 def check_unchanged(step: str, files: Sequence[FileIdentity]) -> None:
     """Compare the files of a step with what was planned; ModelError names those that differ or are missing."""
-    changed = [one.path for one in files if _identity(one.path) != one]
+    changed = [one.path for one in files if identity(one.path) != one]
     if changed:
         shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         raise ModelError(f"the files of step {step} changed since it was planned: {shown}; reload the pipeline")
@@ -122,7 +122,8 @@ def _regular(paths: Iterable[Path]) -> Iterator[Path]:
             yield from (Path(folder) / name for name in sorted(names) if not name.startswith("."))
 
 
-def _identity(path: str) -> FileIdentity | None:
+def identity(path: str) -> FileIdentity | None:
+    """Return the identity of a file; None if there is none."""
     try:
         found = Path(path).stat()
     except OSError:

@@ -22,6 +22,7 @@ from typing import Any
 
 from weftline.errors import InputError, ModelError
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.declared_files import identity
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 SOURCE_BYTES_MAX = 2 << 20
@@ -275,8 +276,7 @@ def _load_file(path: Path) -> Any:
     """Import a file as a module of a package for its folder, so that `from .other import x` works."""
     package = f"weftline_user_{abs(hash(str(path.parent))):x}"
     name = f"{package}.{path.stem}"
-    state = path.stat()
-    version = (state.st_ino, state.st_ctime_ns, state.st_size)
+    version = identity(str(path))
     if name in sys.modules and getattr(sys.modules[name], "__weftline_file__", version) == version:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
