@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weftline.errors import ModelError, Problem
-from weftline.fields import classes, plain
+from weftline.fields import fields_of_part, plain
 from weftline.nodes.ports import Ports, PortType
 from weftline.nodes.urgency import USUAL, Urgency
 from weftline.shm.device.names import torch_device
@@ -306,8 +306,8 @@ class Node(ABC):
         """
         from weftline.nodes.declared_files import named_paths
 
-        loaded = (name for name, of in classes(cls.Config).items() if of is None or of.part == "load")
-        return named_paths({name: plain(getattr(config, name)) for name in loaded}, step.base_dir)
+        loaded = {name: plain(getattr(config, name)) for name in fields_of_part(cls.Config, "load")}
+        return named_paths(loaded, step.base_dir)
 
     @classmethod
     def plan_notes(cls, config: Any, step: StepContext) -> Sequence[str]:

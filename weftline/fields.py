@@ -105,6 +105,11 @@ def classes(cls: type[Any]) -> Mapping[str, FieldClass | None]:
     return {name: next(iter(_marks(cls, name, FieldClass)), None) for name in markers(cls)}
 
 
+def fields_of_part(cls: type[Any], part: str) -> list[str]:
+    """Return the fields of a part; one without a class is part of what is loaded, since it may be."""
+    return [name for name, given in classes(cls).items() if (given or LOAD).part == part]
+
+
 def result_fields(cls: type[Any], default: FieldClass | None = None) -> list[str]:
     """Return the fields that change results. TypeError: a field has no class, and there is no `default`."""
     found = []

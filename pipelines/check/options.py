@@ -19,7 +19,7 @@ import msgspec
 import msgspec.inspect as types
 
 from weftline.errors import PipelineError, Problem
-from weftline.fields import LOAD, FieldClass, classes, plain
+from weftline.fields import LOAD, FieldClass, classes, fields_of_part, plain
 from weftline.nodes.contract import Node
 
 _ALIKE = (
@@ -79,7 +79,7 @@ def request_options(node: type[Node], config: Any) -> dict[str, Any]:
 
 
 def _of_part(part: str, node: type[Node], config: Any) -> dict[str, Any]:
-    return {name: plain(getattr(config, name)) for name, of in option_classes(node).items() if of.part == part}
+    return {name: plain(getattr(config, name)) for name in fields_of_part(node.Config, part)}
 
 
 @cache

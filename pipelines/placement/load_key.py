@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from weftline.fields import classes
+from weftline.fields import fields_of_part
 from weftline.nodes.declared_files import local_path
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import CheckedStep
@@ -32,7 +32,7 @@ _PLACED = frozenset({"workers", "device", "devices", "device_inputs", "device_ou
 
 @dataclass(frozen=True, slots=True)
 class LoadKey:
-    """What a step loads. Steps share a node if their keys are equal and share.
+    """Digests of all that a step loads. Steps share a node if their keys are equal and share.
 
     fields: digest of each part by name, sorted.
     shares: False for stateful steps, and for user code without `share: true`.
@@ -84,8 +84,8 @@ def _in_group(key: LoadKey, groups: Mapping[str, list[LoadKey]], worker: str | N
 
 def _own_key(one: CheckedStep, step: PlannedStep, base_dir: Path, environment: Mapping[str, str]) -> LoadKey:
     base_dir = step.base_dir.absolute() if step.base_dir is not None else base_dir
-    parts = {name: getattr(one.step, name) for name in _loaded(Step)}
-    parts |= {name: getattr(step, name) for name in _loaded(PlannedStep) if name not in _PLACED}
+    parts = {name: getattr(one.step, name) for name in fields_of_part(Step, "load")}
+    parts |= {name: getattr(step, name) for name in fields_of_part(PlannedStep, "load") if name not in _PLACED}
     options = load_options(one.node, one.config)
     parts["options"] = options if one.user_code else _resolved(options, base_dir)
     parts["base_dir"] = base_dir if one.user_code else None
@@ -106,18 +106,12 @@ def _resolved(value: Any, base_dir: Path) -> Any:
     return [_resolved(one, base_dir) for one in value] if isinstance(value, list) else value
 
 
-def _loaded(of: type[Any]) -> list[str]:
-    """Return the fields of a dataclass that are part of what is loaded; all of one without classes."""
-    found = classes(of)
-    return [name for name, given in found.items() if given is None or given.part == "load"]
-
-
 def _plain(value: Any) -> Any:
     """Return the loaded part of a value as JSON-like values."""
     if isinstance(value, PortType | PurePath):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in _loaded(type(value))}
+        return {name: _plain(getattr(value, name)) for name in fields_of_part(type(value), "load")}
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
