@@ -207,7 +207,8 @@ def _device_ports(node: type[Node], config: Any, ports: Ports, path: str) -> tup
 def _files(one: CheckedStep, base_dir: Path, path: str) -> tuple[tuple[Path, ...], list[Problem]]:
     """Return the files and folders that a step loads, or an error.
 
-    User code may write to what its options name. It declares files only where it says which, or shares.
+    User code may write to what its options name. It has files only with `share: true`, or where its class overrides
+    `files`.
     """
     if one.user_code and not one.step.share and one.node.files.__func__ is Node.files.__func__:  # type: ignore[attr-defined]
         return (), []

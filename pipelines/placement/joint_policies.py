@@ -12,10 +12,7 @@ from collections.abc import Iterable, Sequence
 from weftline.errors import Problem
 from weftline.pipelines.placement.budget import kv_limits
 from weftline.pipelines.placement.place import size_text
-from weftline.pipelines.spec.policy import GpuPolicy, Limits
-
-REQUESTS_MAX = 1_000_000
-"""Most open requests of all pipelines together, as of one."""
+from weftline.pipelines.spec.policy import REQUESTS_MAX, GpuPolicy, Limits
 
 ONE_ENGINE = ("ordering", "processes", "mps", "nvtx")
 """Keys of `gpu:` in which pipelines of one engine agree."""

@@ -67,7 +67,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What is loaded, and the pipelines over it.
+    """Plan of what is loaded, and the plans of the pipelines over it.
 
     plan:        its steps are the deployments. Of one pipeline whose steps share nothing it is the pipeline's own plan,
                  which has the steps that the scheduler evaluates as well.
@@ -347,11 +347,6 @@ def _over(step: PlannedStep, deployment: PlannedStep, one: CheckedStep) -> Plann
         device_outputs=deployment.device_outputs,
         device_bytes=deployment.device_bytes,
     )
-
-
-def _shown_with(plan: Plan, loaded: Plan) -> Plan:
-    """Return the plan with what is shown of its deployments, which serve it alone."""
-    return dataclasses.replace(plan, budgets=loaded.budgets, notes=loaded.notes, work=loaded.work)
 
 
 def _disjoint(found: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from weftline.errors import PipelineError, Problem
@@ -56,7 +57,7 @@ class PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """What is loaded, and the pipelines over it.
+    """Plan of what is loaded, and the plans of the pipelines over it.
 
     plan:     its steps are the deployments, with unique names; wires and conditions in them are those of their first
               users. Of one pipeline whose steps share nothing it is the pipeline's own plan.
@@ -231,7 +232,7 @@ def _as_many_as_fit(
 
 
 def _nothing(machine: Machine) -> Placed:
-    none = Plan("", (), {}, {}, (), (), (), Limits(), Slo(), machine.cores, Pipeline("", (), (), {}).base_dir)
+    none = Plan("", (), {}, {}, (), (), (), Limits(), Slo(), machine.cores, Path())
     return Placed(none, (), ())
 
 

@@ -22,6 +22,9 @@ NAME_CHARS_MAX = 64
 
 NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]*$"
 
+REQUESTS_MAX = 1_000_000
+"""Largest `requests_max`, also of pipelines of one engine together."""
+
 SIZES_MAX = 64
 """Most preferred sizes of a batch, and most sizes that one dim is padded to."""
 
@@ -146,7 +149,7 @@ class GpuPolicy:
 class Limits:
     """Limits of one pipeline; a request over a limit is refused or fails with an error that names it."""
 
-    requests_max: Annotated[int, Meta(ge=1, le=1_000_000), SCHEDULE] = 256
+    requests_max: Annotated[int, Meta(ge=1, le=REQUESTS_MAX), SCHEDULE] = 256
     """Most requests that are open: admitted and not finished."""
     deadline_ms: Annotated[DurationMs | None, SCHEDULE] = None
     """Default deadline of a request, from the call to its last output; a late request fails. None: no deadline."""
