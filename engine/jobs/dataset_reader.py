@@ -421,15 +421,13 @@ def _array(values: list[Any]) -> pa.Array:
     """Return copied values; objects and mixed values as JSON text, since Arrow's objects get keys of other rows."""
     import pyarrow as pa
 
-    from weftline.engine.jobs.sources.arrow_types import is_list
+    from weftline.engine.jobs.sources.arrow_types import innermost
     from weftline.engine.jobs.sources.cells import NO_FIT
     from weftline.engine.jobs.sources.columns import is_encoded
 
     try:
         array = pa.array(values)
-        inner = array.type
-        while is_list(inner):
-            inner = inner.value_type
+        inner = innermost(array.type)
         if not pa.types.is_struct(inner) or is_encoded(inner):
             return array
     except UnicodeEncodeError:

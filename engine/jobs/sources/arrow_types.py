@@ -25,6 +25,14 @@ def is_list(type: pa.DataType) -> bool:
     return bool(pa.types.is_list(type) or pa.types.is_large_list(type) or pa.types.is_fixed_size_list(type))
 
 
+def innermost(type: pa.DataType) -> pa.DataType:
+    """Return the storage type of the values in nested lists; for any other type, its own."""
+    type = storage(type)
+    while is_list(type):
+        type = storage(type.value_type)
+    return type
+
+
 def is_number(type: pa.DataType) -> bool:
     return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from weftline.engine.jobs.rows import CSV_CELL, JSON_CELL, Unusable
-from weftline.engine.jobs.sources.arrow_types import is_bytes, is_list, is_number, is_text, storage
+from weftline.engine.jobs.sources.arrow_types import innermost, is_bytes, is_list, is_number, is_text, storage
 from weftline.engine.jobs.sources.cells import MIXED, cell_kind, may_hold_numbers
 from weftline.engine.jobs.sources.reader import MEANS
 from weftline.errors import InputError
@@ -78,9 +78,7 @@ def is_shaped(type: pa.DataType) -> bool:
 
 def holds_bytes(type: pa.DataType) -> bool:
     """Return True for encoded media and other bytes, also in lists."""
-    type = storage(type)
-    while is_list(type):
-        type = storage(type.value_type)
+    type = innermost(type)
     return is_bytes(type) or is_encoded(type)
 
 
@@ -161,11 +159,8 @@ def tensors(array: pa.Array, port: PortType) -> list[Any]:
         return [_npy(data, port) for data in array.to_pylist()]
     if is_shaped(array.type):
         return _shaped(array, port)
-    flat = array.type
-    while is_list(flat):
-        flat = storage(flat.value_type)
     shape, inner = _fixed(array)
-    if shape is not None and not pa.types.is_null(flat):
+    if shape is not None and not pa.types.is_null(innermost(array.type)):
         return _even(inner, _valid(array), shape, port)
     if is_list(array.type) and is_number(storage(array.type.value_type)):
         return _number_lists(array, port)
