@@ -188,8 +188,9 @@ class Step(StepPolicy):
     device: Annotated[Device, RESOURCE] = "auto"
     """`auto`, `cpu`, `cuda`, or `cuda:1` and so on; `auto` puts heavy nodes on a GPU when there is one."""
     share: Annotated[bool | None, SCHEDULE] = None
-    """Steps that load the same, of one pipeline or of several in a server, share one loaded node; default: nodes of
-    Weftline share, and user code does not, because its state may matter."""
+    """Steps that load the same, of one pipeline or of several in a server, share one loaded node. Default: nodes of
+    Weftline share, those without a model only with steps of other pipelines; user code does not, because its state may
+    matter."""
     threads: Annotated[Annotated[int, Meta(ge=1, le=1024)] | None, SCHEDULE] = None
     """CPU threads of one instance's process, for OpenMP, BLAS, torch and ONNX Runtime. Default: heavy nodes such as
     `whisper` and `torch` divide the cores among their processes, and others, `function` among them, have one. Among
