@@ -43,7 +43,6 @@ from weftline.nodes.strict_json import (
     VALUES,
     check_count,
     kind_of,
-    loads,
     members,
     parse,
     repeats_key,
@@ -85,8 +84,7 @@ def request_of_object(
 
     generate: it is one of Triton's generate route: members that are no inputs are `id`, `parameters`, or parameters.
     """
-    values_max = limits.elements_max + BODY_VALUES
-    check_count((body,), "the body", values_max)
+    check_count((body,), "the body", limits.elements_max + BODY_VALUES)
     try:
         found = members(body)
         if repeats_key(body, [found]):
@@ -96,14 +94,14 @@ def request_of_object(
     id, parameters = "", dict[str, Any]()
     if generate:
         names = {port.name for port in ports}
-        others = {name: _loads(bytes(found.pop(name)), values_max) for name in [*found] if name not in names}
+        others = {name: _loads(found.pop(name), f"the body: {name!r:.80}") for name in [*found] if name not in names}
         id, parameters = others.pop("id", ""), others.pop("parameters", {})
         if not isinstance(id, str) or not isinstance(parameters, dict):
             raise InputError("the body: expected a text as id, and an object as parameters")
         parameters = parameters | others
         if wrong := [name for name, one in parameters.items() if not isinstance(one, bool | int | float | str)]:
             raise InputError(f"the body: {wrong[0]!r:.80}: neither an input ({described(ports)}) nor a parameter")
-    inputs = _converted(found, ports, lambda port, raw: _of_json(port, bytes(raw), values_max))
+    inputs = _converted(found, ports, lambda port, raw: _of_json(port, bytes(raw)))
     return InferRequest(model, inputs, (), version, id, parameters)
 
 
@@ -114,8 +112,8 @@ def inputs_of_parts(parts: Iterable[Part], ports: Sequence[PortInfo]) -> tuple[T
         found.setdefault(one.name, []).append(one)
     documents = [one for port in ports for one in found.get(port.name, ()) if _is_read_here(port, one)]
     if sum(len(one.data) for one in documents) > INLINE_BYTES:
-        fix = "send tensors as .npy files, or the request as JSON"
-        raise InputError(f"the form: JSON of lists and tensors has at most {INLINE_BYTES} bytes in all\n    fix: {fix}")
+        what, fix = "JSON of texts, lists and tensors", "send tensors as .npy files, or the request as JSON"
+        raise InputError(f"the form: {what} has at most {INLINE_BYTES} bytes in all\n    fix: {fix}")
     return _converted(found, ports, _of_parts)
 
 
@@ -179,44 +177,45 @@ def _converted(
 # values in JSON
 
 
-def _of_json(port: PortInfo, raw: bytes, values_max: int) -> Tensor | None:
+def _of_json(port: PortInfo, raw: bytes) -> Tensor | None:
     """Convert the JSON text of one value; None for one that is left out."""
     type = port.port_type
     if raw == b"null" and (port.optional or type.kind not in ("json", "any")):
         return None
     if type.kind == "tensor":
-        return _numbers(port, _loads(raw, values_max))
+        return _numbers(port, _loads(raw))
     if type.kind == "list":
-        return _list_of_json(port, type.item or PortType("any"), raw, values_max)
-    return _element_tensor(port, [_element(type, raw, values_max)], (1,))
+        return _list_of_json(port, type.item or PortType("any"), raw)
+    return _element_tensor(port, [_element(type, raw)], (1,))
 
 
-def _loads(raw: bytes, values_max: int) -> Any:
+def _loads(raw: bytes | bytearray | memoryview, what: str = "") -> Any:
+    """Parse JSON whose values have been counted, or that is small."""
     try:
         return parse(raw, VALUES)
     except NotJson as error:
-        raise InputError(error.at("")) from None
+        raise InputError(error.at(what)) from None
 
 
-def _element(type: PortType, raw: bytes, values_max: int) -> bytes | str:
+def _element(type: PortType, raw: bytes) -> bytes | str:
     """Return one element of a BYTES tensor from its JSON text; json documents stay as they are."""
     if type.kind == "text" or (type.kind == "any" and raw[:1] == b'"'):
-        value = _loads(raw, values_max)
+        value = _loads(raw)
         if not isinstance(value, str):
             raise InputError(f"found {kind_of(value)}, expected a text")
         return value
     if type.kind in MEDIA:
-        return _bytes_of(_loads(raw, values_max))
+        return _bytes_of(_loads(raw))
     return raw
 
 
-def _list_of_json(port: PortInfo, item: PortType, raw: bytes, values_max: int) -> Tensor:
+def _list_of_json(port: PortInfo, item: PortType, raw: bytes) -> Tensor:
     if item.kind == "tensor":
-        return _numbers(port, _loads(raw, values_max))
+        return _numbers(port, _loads(raw))
     try:
         elements = [bytes(one) for one in msgspec.json.decode(raw, type=list[msgspec.Raw])]
     except (msgspec.MsgspecError, ValueError):
-        value = _loads(raw, values_max)
+        value = _loads(raw)
         if not isinstance(value, list):
             raise InputError(f"found {kind_of(value)}, expected a list") from None
         elements = [json_text(one) for one in value]
@@ -225,7 +224,7 @@ def _list_of_json(port: PortInfo, item: PortType, raw: bytes, values_max: int) -
     made = []
     for place, one in enumerate(elements):
         try:
-            made.append(_element(item, one, values_max))
+            made.append(_element(item, one))
         except InputError as error:
             raise InputError(f"element {place}: {error}") from None
     return _element_tensor(port, made, (len(made),))
@@ -274,8 +273,8 @@ def _decoded(text: str) -> bytes:
 
 def _is_read_here(port: PortInfo, part: Part) -> bool:
     """Return True if a part is JSON that is parsed at once."""
-    is_list = port.type.startswith("list[") and part.type == "application/json"
-    return is_list or (innermost(port.port_type).kind == "tensor" and bytes(part.data[: len(_NPY)]) != _NPY)
+    is_document = part.type == "application/json" and port.port_type.kind in ("list", "text")
+    return is_document or (innermost(port.port_type).kind == "tensor" and bytes(part.data[: len(_NPY)]) != _NPY)
 
 
 def _of_parts(port: PortInfo, parts: Sequence[Part]) -> Tensor | None:
@@ -283,7 +282,7 @@ def _of_parts(port: PortInfo, parts: Sequence[Part]) -> Tensor | None:
     if type.kind == "list":
         item = type.item or PortType("any")
         if len(parts) == 1 and parts[0].type == "application/json":
-            return _of_json(port, bytes(parts[0].data).strip(), INLINE_BYTES)
+            return _of_json(port, bytes(parts[0].data).strip())
         if item.kind == "tensor":
             return _numbers(port, [_array(item, one) for one in parts])
         return _element_tensor(port, [_element_of_part(item, one) for one in parts], (len(parts),))
@@ -305,11 +304,11 @@ def _element_of_part(type: PortType, part: Part) -> bytes | str:
             raise InputError(f"a data URL in a form has at most {FIELDS_BYTES_MAX} bytes\n    fix: send it as a file")
         return _bytes_of(str(part.data, "latin-1"))
     if type.kind == "text":
-        return _element(type, bytes(part.data).strip(), INLINE_BYTES)
+        return _element(type, bytes(part.data).strip())
     return part.data if type.kind in MEDIA else bytes(part.data)  # type: ignore[return-value]  # copied later
 
 
 def _array(type: PortType, part: Part) -> Any:
     if bytes(part.data[: len(_NPY)]) == _NPY:
         return to_value(type, bytes(part.data), MediaLimits(bytes_max=len(part.data)))
-    return to_tensor(type, loads(bytes(part.data), "", INLINE_BYTES, VALUES), MediaLimits().bytes_max)
+    return to_tensor(type, _loads(part.data), MediaLimits().bytes_max)

@@ -308,6 +308,9 @@ def test_what_is_decoded_in_the_event_loop_is_small(server: Hosted) -> None:
     assert answer.status_code == 400 and "send it as a file" in answer.json()["error"]
     small = {"question": (None, b"q"), "photo": (None, b"data:image/png;base64," + base64.b64encode(png()))}
     assert run(server, "ask", files=small).json()["received"]["photo"] == f"{len(png())} bytes"
+    document = b"[" + b"1," * 50_000 + b"1]"
+    answer = run(server, "ask", files={"question": (None, document, "application/json")})
+    assert answer.status_code == 400 and "at most 65536 bytes" in answer.json()["error"]
 
 
 def test_a_part_with_an_unknown_name_is_refused_unread(server: Hosted) -> None:
