@@ -1,4 +1,4 @@
-"""Plain requests: POST /run/{model}, the same bodies at v2's infer route, and Triton's generate extension.
+"""Plain requests: POST /run/{model}, most of its bodies at v2's infer route, and Triton's generate extension.
 
 `plain_inputs.py` has the forms of a body, `plain_outputs.py` those of an answer. The query has v2's request parameters
 and `output`, which selects outputs by name and may be repeated.
@@ -7,6 +7,8 @@ and `output`, which selects outputs by name and may be repeated.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -66,8 +68,18 @@ _FLAGS, _COUNTS = ("sequence_start", "sequence_end", "job"), ("priority", "timeo
 _KNOWN = ("output", "sequence_id", *_FLAGS, *_COUNTS)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A plain request that is ready to run. ports: the outputs that it selects."""
+
+    request: Request
+    info: ModelInfo
+    ports: Sequence[PortInfo]
+    ask: Ask
+
+
 class Run:
-    """POST /run/{model}."""
+    """Plain requests: POST /run/{model} and the generate routes; v2's infer route uses `answer`, too."""
 
     def __init__(self, context: HttpContext) -> None:
         self._context = context
@@ -90,10 +102,10 @@ class Run:
         asking = msgspec.structs.replace(asking, **_options(request), id=id_of(request), version=version)
         ports = [port for port in info.outputs if not asking.outputs or port.name in {o.name for o in asking.outputs}]
         form = _form_of_answer(request, ports)
-        ask = await self._ask(request, info, asking)
+        call = _Call(request, info, ports, await self._ask(request, info, asking))
         if form == EVENTS:
-            return EventStream(self._events(info, ports, ask, *await self._context.begin(request, ask)), _problem)
-        return await while_connected(request.receive, self._answered(request, info, ports, ask, form))
+            return EventStream(self._events(call, *await self._context.begin(request, call.ask)), _problem)
+        return await while_connected(request.receive, self._answered(call, form))
 
     async def _read(self, request: Request, info: ModelInfo) -> InferRequest:
         found = await self.form_or_value(request, info)
@@ -139,16 +151,15 @@ class Run:
 
     async def generate(self, request: Request) -> ASGIApp:
         """Answer POST /v2/models/{model}/generate."""
-        info, ports, ask = await self._generating(request)
-        return await while_connected(request.receive, self._answered(request, info, ports, ask, GENERATE))
+        return await while_connected(request.receive, self._answered(await self._generating(request), GENERATE))
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         """Answer POST /v2/models/{model}/generate_stream: an event for each piece, and one for the other outputs."""
-        info, ports, ask = await self._generating(request)
-        events = self._generated(info, ports, ask, *await self._context.begin(request, ask))
+        call = await self._generating(request)
+        events = self._generated(call, *await self._context.begin(request, call.ask))
         return EventStream(events, lambda error: _data(_error_json(error)))
 
-    async def _generating(self, request: Request) -> tuple[ModelInfo, Sequence[PortInfo], Ask]:
+    async def _generating(self, request: Request) -> _Call:
         model = check_name(request.path_params["model"])
         version = check_version(request.path_params.get("version", ""))
         info = self._context.authorised_info(request, model, version)
@@ -156,97 +167,85 @@ class Run:
         asking, _ = await self._context.json.rest_body(
             body, None, model, version, limits, caller, info.inputs, GENERATE
         )
-        return info, info.outputs, await self._ask(request, info, asking)
+        return _Call(request, info, info.outputs, await self._ask(request, info, asking))
 
-    async def _answered(
-        self, request: Request, info: ModelInfo, ports: Sequence[PortInfo], ask: Ask, form: tuple[PortInfo, str] | str
-    ) -> Response:
-        answer = await self._context.backend.ask(ask)
+    async def _answered(self, call: _Call, form: tuple[PortInfo, str] | str) -> Response:
+        answer = await self._context.backend.ask(call.ask)
         with answer:
-            await room_of(request).take(answer.size_bytes)
+            await room_of(call.request).take(answer.size_bytes)
             await answer.load()
-            request.scope[SPAN] = answer.traceparent
+            call.request.scope[SPAN] = answer.traceparent
             if self._context.trace.active:
-                self._context.trace.note(ask, answer.timings, answer.total_ms)
+                self._context.trace.note(call.ask, answer.timings, answer.total_ms)
             if isinstance(form, tuple):
                 port, type = form
                 value = answer.outputs.get(port.name)
                 if value is None:
                     return Response(None, 204)
                 return Response(await finish_in_thread(raw_output, port, value, type), media_type=type)
-            head = _head(ask, info.name, answer.version) if form == GENERATE else None
-            return Response(await self._json(info, ports, answer, ask.caller, head), media_type=JSON)
+            head = _head(call.ask, answer.version) if form == GENERATE else None
+            return Response(await self._json(call, call.ports, answer, head), media_type=JSON)
 
     async def _json(
-        self,
-        info: ModelInfo,
-        ports: Sequence[PortInfo],
-        answer: Answer,
-        caller: str,
-        head: Mapping[str, str] | None = None,
+        self, call: _Call, ports: Sequence[PortInfo], answer: Answer, head: Mapping[str, str] | None = None
     ) -> bytes:
-        await self._context.json.write(answer, info, caller)
+        json, caller = self._context.json, call.ask.caller
+        await json.write(answer, call.info, caller)
         written = {}
         for port in ports:
             value = answer.outputs.get(port.name)
             if is_media(port):
                 written[port.name] = await finish_in_thread(json_output, port.type, value)
             elif isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES and port.port_type.dtype != "bfloat16":
-                written[port.name] = await self._context.json.nested(value, caller)
+                written[port.name] = await json.nested(value, caller)
         return json_answer(ports, answer.outputs, written, head)
 
     async def _events(
-        self,
-        info: ModelInfo,
-        ports: Sequence[PortInfo],
-        ask: Ask,
-        chunk: StreamedOutput | None,
-        stream: AsyncGenerator[StreamedOutput, None],
+        self, call: _Call, chunk: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
     ) -> AsyncGenerator[bytes, None]:
         """Yield `piece` events as outputs grow, and `done` with the whole outputs."""
         whole: dict[str, Any] = {}
-        try:
-            while chunk is not None:
-                if chunk.last:
-                    whole[chunk.output] = chunk.value
-                else:
-                    piece = await self._piece(info, chunk, ask.caller)
-                    yield _event("piece", b'{"output":%b,"piece":%b}' % (msgspec.json.encode(chunk.output), piece))
-                chunk = await anext(stream, None)
-            yield _event("done", await self._json(info, ports, Answer(whole), ask.caller))
-        finally:
-            await stream.aclose()
+        async with aclosing(self._pieces(call, chunk, stream, whole)) as pieces:
+            async for output, piece in pieces:
+                yield _event("piece", b'{"output":%b,"piece":%b}' % (msgspec.json.encode(output), piece))
+        yield _event("done", await self._json(call, call.ports, Answer(whole)))
 
     async def _generated(
+        self, call: _Call, chunk: StreamedOutput | None, stream: AsyncGenerator[StreamedOutput, None]
+    ) -> AsyncGenerator[bytes, None]:
+        head, left = _head(call.ask, call.info.version), {port.name: port for port in call.ports}
+        whole: dict[str, Any] = {}
+        async with aclosing(self._pieces(call, chunk, stream, whole)) as pieces:
+            async for output, piece in pieces:
+                left.pop(output, None)
+                port = [one for one in call.ports if one.name == output]
+                yield _data(json_answer(port, {}, {output: piece}, head))
+        if left:
+            yield _data(await self._json(call, list(left.values()), Answer(whole), head))
+
+    async def _pieces(
         self,
-        info: ModelInfo,
-        ports: Sequence[PortInfo],
-        ask: Ask,
+        call: _Call,
         chunk: StreamedOutput | None,
         stream: AsyncGenerator[StreamedOutput, None],
-    ) -> AsyncGenerator[bytes, None]:
-        head, left = _head(ask, info.name, info.version), {port.name: port for port in ports}
-        whole: dict[str, Any] = {}
+        whole: dict[str, Any],
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Yield each piece as JSON with its output's name; add whole outputs to `whole`."""
         try:
             while chunk is not None:
                 if chunk.last:
                     whole[chunk.output] = chunk.value
                 else:
-                    left.pop(chunk.output, None)
-                    written = {chunk.output: await self._piece(info, chunk, ask.caller)}
-                    port = [one for one in ports if one.name == chunk.output]
-                    yield _data(json_answer(port, {}, written, head))
+                    yield chunk.output, await self._piece(call, chunk)
                 chunk = await anext(stream, None)
-            if left:
-                yield _data(await self._json(info, list(left.values()), Answer(whole), ask.caller, head))
         finally:
             await stream.aclose()
 
-    async def _piece(self, info: ModelInfo, chunk: StreamedOutput, caller: str) -> bytes:
+    async def _piece(self, call: _Call, chunk: StreamedOutput) -> bytes:
         """Return one piece as JSON."""
-        port, value = info.output(chunk.output), chunk.value
+        port, value = call.info.output(chunk.output), chunk.value
         if isinstance(value, Packed):
-            value = await self._context.json.written(chunk.output, value, info, caller)
+            value = await self._context.json.written(chunk.output, value, call.info, call.ask.caller)
         text = await finish_in_thread(json_output, port.type, value) if port and is_media(port) else None
         return text or json_output(port.type if port else "any", value)
 
@@ -259,8 +258,8 @@ def _data(text: bytes) -> bytes:
     return b"data: %b\n\n" % text
 
 
-def _head(ask: Ask, model: str, version: int) -> dict[str, str]:
-    return {"model_name": model, "model_version": str(version)} | ({"id": ask.id} if ask.id else {})
+def _head(ask: Ask, version: int) -> dict[str, str]:
+    return {"model_name": ask.model, "model_version": str(version)} | ({"id": ask.id} if ask.id else {})
 
 
 def _problem(error: BaseException) -> bytes:
