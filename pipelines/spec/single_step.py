@@ -86,7 +86,7 @@ def exposing(pipeline: Pipeline, names: Collection[str]) -> Pipeline:
         raise PipelineError(checked.problems)
     inputs, steps = list(pipeline.inputs), list[Step]()
     for step in pipeline.steps:
-        one = checked.steps[step.name] if step.name in names else None
+        one = checked.steps.get(step.name) if step.name in names else None
         ports = [port for port in one.ports.inputs if port.name not in one.step.inputs] if one is not None else []
         free = [_input(port, f"{step.name}/{port.name}") for port in ports]
         wires = {one.name.rpartition("/")[2]: Wire(None, one.name) for one in free}

@@ -194,6 +194,17 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     assert "step a cannot be a model of its own: it is the scheduler's" in wrong([write("shout")], expose=("a",))
 
 
+def test_a_step_that_is_a_pipeline_cannot_stand_alone(write: Writer) -> None:
+    write("shout")
+    outer = PIPELINE.format(name="outer").replace(
+        "{node: echo, inputs: {value: x}}", "{pipeline: shout.yaml, inputs: {x: x}}"
+    )
+    outer = outer.replace("a.value", "a.y")
+    file = write("outer", outer)
+    assert "step a cannot be a model of its own" in wrong([file], expose=("a",))
+    assert programs(assemble([file], None, expose=("b",))) == ["outer", "outer.b"]
+
+
 def test_pipelines_loaded_at_the_start_share_the_gpus_in_order(write: Writer) -> None:
     on_gpu = """
 weftline: 1
