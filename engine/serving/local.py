@@ -26,6 +26,7 @@ from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Answer, Ask, Done, Observer, Record
 from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.exposed_models import model_names, models_with_errors
 from weftline.engine.serving.model_info import (
     LOADING,
     NOT_LOADED,
@@ -48,7 +49,7 @@ from weftline.errors import (
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import load_file
-from weftline.pipelines.spec.single_step import Models, exposed, exposing, models_of, steps_of
+from weftline.pipelines.spec.single_step import Models, models_of
 
 _log = logging.getLogger("weftline.ingress")
 
@@ -92,7 +93,7 @@ class LocalBackend:
         self._failed: dict[str, str] = {}  # why a model that the repository does not have could not be loaded
         self._models: Models = frozenset()  # of exposed steps
         self._turns = {name: asyncio.Lock() for name in self._served}
-        self._known = {model for name, one in self._served.items() for model in _models(name, one)}
+        self._known = {model for name, one in self._served.items() for model in model_names(name, one)}
 
     # models
 
@@ -193,9 +194,9 @@ class LocalBackend:
     ) -> None:
         """Fail a pipeline at the start, and its exposed steps."""
         self._failed |= {name: str(error)} | dict.fromkeys(
-            _models(name, one)[1:], f"{name} could not be loaded: {error}"
+            model_names(name, one)[1:], f"{name} could not be loaded: {error}"
         )
-        for model in _models(name, one):
+        for model in model_names(name, one):
             if isinstance(done.get(model), int):
                 await asyncio.to_thread(self._repository.unload, model)
 
@@ -226,10 +227,10 @@ class LocalBackend:
 
     async def _unload(self, model: str, one: ServedPipeline) -> None:
         async with self._turns[model]:
-            for name in _models(model, one):
+            for name in model_names(model, one):
                 self._failed.pop(name, None)
             loaded = {entry.name for entry in self._repository.index()}
-            for name in reversed(_models(model, one)):
+            for name in reversed(model_names(model, one)):
                 if name in loaded:
                     await asyncio.to_thread(self._repository.unload, name)
                     self._infos.pop(name, None)
@@ -487,15 +488,11 @@ def _own(ask: Ask) -> SequencePart | None:
 
 
 def _pipelines(name: str, served: ServedPipeline, pipeline: Pipeline, models: Models) -> dict[str, Pipeline]:
-    """Return the models a pipeline gives.
-
-    models: of the exposed steps of all pipelines: their steps share what they load where all have the same inputs.
-    """
-    connected = {*served.expose, *steps_of(pipeline, models)}
-    if not connected:
-        return {name: pipeline}
-    steps = {f"{name}.{step}": exposed(pipeline, step) for step in served.expose}
-    return {name: exposing(pipeline, connected)} | steps
+    """Return the models of a pipeline, as `models_with_errors`; the first error is raised."""
+    found, errors = models_with_errors(name, served, pipeline, models)
+    for error in errors.values():
+        raise error
+    return found
 
 
 def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:
@@ -512,11 +509,6 @@ def _log_failure(model: str, error: WeftlineError) -> None:
     for one in error.problems if isinstance(error, PipelineError) else (error,):
         why = ", ".join(line.strip() for line in str(one).splitlines())
         _log.error("model %s could not be loaded: %s", model, why, extra={"traceback": traceback_of(error)})
-
-
-def _models(name: str, served: ServedPipeline) -> list[str]:
-    """Return the models a pipeline gives: itself, then its exposed steps."""
-    return [name, *(f"{name}.{step}" for step in served.expose)]
 
 
 def _state(state: str) -> str:

@@ -24,7 +24,8 @@ from weftline.engine.gpus import GpuReservations
 from weftline.engine.machine import this_machine
 from weftline.engine.planned_pipeline import plan_group
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
-from weftline.errors import InputError, PipelineError, Problem
+from weftline.engine.serving.exposed_models import models_with_errors
+from weftline.errors import PipelineError, Problem
 from weftline.fields import plain
 from weftline.pipelines.check.problems import did_you_mean, listed
 from weftline.pipelines.check.validation import read
@@ -33,7 +34,7 @@ from weftline.pipelines.placement.sharing import SharedPlan, groups_of
 from weftline.pipelines.spec.document import Document, hide_secrets, is_serve_file, read_file
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.loader import line_of, load_file
-from weftline.pipelines.spec.single_step import Models, exposed, exposing, models_of, steps_of
+from weftline.pipelines.spec.single_step import Models, models_of
 
 COMMAND_LINE = "the command line"
 """File name in problems of command-line options."""
@@ -288,21 +289,18 @@ def _plans(
     """
     wanted: dict[str, Pipeline] = {}
     not_alone: dict[str, Problem] = {}
-    shown = (models_of(graphs[name], one.expose) for name, one in config.pipelines.items() if name in graphs)
+    shown = (
+        models_of(graphs[name], one.expose) for name, one in config.pipelines.items() if one.load and name in graphs
+    )
     alike: Models = frozenset().union(*shown)
     for name, one in config.pipelines.items():
         if name not in graphs:
             continue
-        models = {name: graphs[name]}
         try:
-            for step in (step for step in one.expose if any(step == there.name for there in graphs[name].steps)):
-                try:
-                    models[f"{name}.{step}"] = exposed(graphs[name], step)
-                except InputError as error:
-                    not_alone[f"{name}.{step}"] = Problem("", str(error))
-            models[name] = exposing(graphs[name], {*one.expose, *steps_of(graphs[name], alike)})
+            models, errors = models_with_errors(name, one, graphs[name], alike)
         except PipelineError:  # planning it lists its problems
-            models = {name: graphs[name]}
+            models, errors = {name: graphs[name]}, {}
+        not_alone |= {model: Problem("", str(error)) for model, error in errors.items()}
         wanted |= models if one.load else {}
     plans: list[SharedPlan] = []
     gpus = GpuReservations()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weftline.engine.flags import flag_fields
-from weftline.engine.serving import serve_file
+from weftline.engine.serving import exposed_models
 from weftline.engine.serving.config import GrpcConfig, HttpConfig, ServeConfig, ServedPipeline, Tls
 from weftline.engine.serving.serve_file import Assembled, assemble, merge
 from weftline.errors import InputError, PipelineError
@@ -190,7 +190,7 @@ def test_a_step_that_cannot_stand_alone_is_refused_with_the_reason(
     def refused(pipeline: object, step: str) -> None:
         raise InputError("it is the scheduler's")
 
-    monkeypatch.setattr(serve_file, "exposed", refused)
+    monkeypatch.setattr(exposed_models, "exposed", refused)
     assert "step a cannot be a model of its own: it is the scheduler's" in wrong([write("shout")], expose=("a",))
 
 
