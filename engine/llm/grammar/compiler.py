@@ -33,15 +33,7 @@ from weftline.engine.llm.grammar.masks import Vocabulary, read_vocabulary
 from weftline.engine.llm.grammar.matcher import Grammar, explain
 from weftline.engine.llm.grammar.sandbox import TrialProcess
 from weftline.engine.llm.params import sampling_error
-from weftline.errors import (
-    InputError,
-    LimitReached,
-    MissingPackage,
-    ModelError,
-    SessionClosed,
-    WeftlineError,
-    first_line,
-)
+from weftline.errors import InputError, LimitReached, MissingPackage, ModelError, SessionClosed, WeftlineError
 
 __all__ = ["Constraint", "Grammar", "GrammarCompiler", "Pending"]
 
@@ -54,8 +46,9 @@ CLOSE_MAX_S = 10.0
 _SPACES = r"( |\n{1,2}[ \t]{0,20})"
 """What JSON may have between its parts: enough to be indented, too little for a model to go on with for ever."""
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+
 # a token by its id, or what may contain the same characters: a comment, a text
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _TOKEN_ID = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|<\[[0-9]{1,9}\]>')
 
 
@@ -186,6 +179,8 @@ class GrammarCompiler:
                 del self._known[key]
 
     def _prepare(self, constraint: Constraint) -> Grammar:
+        if constraint.kind == "grammar" and _GBNF_RULE.search(str(constraint.value)):
+            constraint = Constraint("grammar", self._trials.wait_translation(str(constraint.value)))
         error = self._trials.wait_trial(_translated(_without_token_ids(constraint)))
         if error:
             raise InputError(explain(error))
@@ -230,24 +225,10 @@ def _translated(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_regex("|".join(map(_literal, value)))
     if constraint.kind in ("regex", "grammar"):
         # \d and \w are ASCII as in JSON Schema: a model is not asked for digits in forty scripts.
-        lark = _lark(value) if constraint.kind == "grammar" else f"start: /{regex_to_lark(value, 'dw')}/"
+        lark = value if constraint.kind == "grammar" else f"start: /{regex_to_lark(value, 'dw')}/"
         return json.dumps({"grammars": [{"lark_grammar": lark}]})  # bare, it could be taken for such JSON itself
     schema = value if constraint.kind == "json_schema" else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACES, "lenient": False})
-
-
-def _lark(grammar: str) -> str:
-    """Return a grammar in Lark's syntax; it may be in GBNF's, whose first rule is `root ::= ...`."""
-    if _GBNF_RULE.search(grammar) is None:
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(grammar))
-    except RecursionError:
-        raise sampling_error("grammar", "found a grammar that is nested too deeply") from None
-    except Exception as error:  # GbnfToLarkError, and for an unknown rule Exception itself
-        raise sampling_error("grammar", f"{first_line(error):.200}") from None
 
 
 def _literal(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Trial process that compiles untrusted grammars under a time and a memory limit.
+"""Trial process that translates and compiles untrusted grammars under a time and a memory limit.
 
     python -m weftline.engine.llm.grammar.sandbox <pid of its parent> <memory in bytes>
 
@@ -6,8 +6,9 @@
 `close` may be called from another. The process ends when that thread ends.
 
 The child reads JSON lines {"grammar": text} and answers each with a line {"error": text}, empty for a valid grammar;
-its first line, {"error": ""}, means ready. It uses a byte vocabulary instead of the model's tokens and so starts at
-once. It drops the right to new privileges, limits its memory, and ends with its parent.
+its first line, {"error": ""}, means ready. A line {"gbnf": text} is answered with "lark" beside the error. It uses a
+byte vocabulary instead of the model's tokens and so starts at once. It drops the right to new privileges, limits its
+memory, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import time
 
-from weftline.errors import InputError, LimitReached, SessionClosed
+from weftline.engine.llm.params import sampling_error
+from weftline.errors import InputError, LimitReached, SessionClosed, first_line
 from weftline.nodes.confined import child_environment, confine
 
 TRIAL_MAX_MS = 2_000.0
@@ -57,9 +59,19 @@ class TrialProcess:
 
         InputError when it takes more time or memory than it may; LimitReached when no process can be started.
         """
+        return self._wait_reply({"grammar": grammar})["error"]
+
+    def wait_translation(self, gbnf: str) -> str:
+        """Translate a grammar from GBNF to Lark; raises as `wait_trial` does, and InputError for a wrong one."""
+        answer = self._wait_reply({"gbnf": gbnf})
+        if answer["error"]:
+            raise sampling_error("grammar", answer["error"])
+        return answer["lark"]
+
+    def _wait_reply(self, question: dict[str, str]) -> dict[str, str]:
         process = self._process or self._wait_start()
         try:
-            return self._wait_answer(process, json.dumps({"grammar": grammar}).encode() + b"\n", self._trial_max_ms)
+            return self._wait_answer(process, json.dumps(question).encode() + b"\n", self._trial_max_ms)
         except TimeoutError:
             self._kill_and_log(f"it took longer than {self._trial_max_ms:g} ms")
             most = f"{self._trial_max_ms:g} ms"
@@ -123,8 +135,8 @@ class TrialProcess:
             self.kill()
             raise LimitReached("no process can be started to prepare constraints; try again", 1.0) from None
 
-    def _wait_answer(self, process: subprocess.Popen[bytes], question: bytes, most_ms: float) -> str:
-        """Send a line and return the `error` of the next one. TimeoutError; OSError or ValueError: no such answer."""
+    def _wait_answer(self, process: subprocess.Popen[bytes], question: bytes, most_ms: float) -> dict[str, str]:
+        """Send a line and return the next one, with its `error`. TimeoutError; OSError or ValueError: no answer."""
         if process.stdin is None or process.stdout is None:
             raise OSError("a process without pipes")
         os.set_blocking(process.stdin.fileno(), False)  # one that does not read must not be waited for either
@@ -146,7 +158,8 @@ class TrialProcess:
                 answer += read
                 if not read or len(answer) > ANSWER_BYTES_MAX:
                     raise OSError("the process ended, or its answer is too long")
-        return str(json.loads(answer)["error"])
+        found = json.loads(answer)
+        return {"error": str(found["error"]), "lark": str(found.get("lark", ""))}
 
 
 def main() -> None:
@@ -159,10 +172,26 @@ def main() -> None:
     tokenizer, limits = LLTokenizer("byte"), LLParserLimits(**LIMITS)
     print('{"error": ""}', flush=True)
     for line in sys.stdin.buffer:
-        tried = LLMatcher(tokenizer, json.loads(line)["grammar"], log_level=0, limits=limits)
+        question = json.loads(line)
+        if "gbnf" in question:
+            print(json.dumps(_translated(question["gbnf"])), flush=True)
+            continue
+        tried = LLMatcher(tokenizer, question["grammar"], log_level=0, limits=limits)
         if not tried.is_error():
             tried.compute_bitmask()
         print(json.dumps({"error": tried.get_error()}), flush=True)
+
+
+def _translated(gbnf: str) -> dict[str, str]:
+    """Return a grammar in Lark's syntax, or the error in it. Its first rule is `root ::= ...`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return {"error": "", "lark": str(gbnf_to_lark(gbnf))}
+    except RecursionError:
+        return {"error": "found a grammar that is nested too deeply"}
+    except Exception as error:  # GbnfToLarkError, and for an unknown rule Exception itself
+        return {"error": f"{first_line(error):.200}"}
 
 
 if __name__ == "__main__":

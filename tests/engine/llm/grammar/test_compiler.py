@@ -258,6 +258,10 @@ def doubling(levels: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/a0", "$defs": {**parts, f"a{levels}": {"type": "integer"}}}
 
 
+LONG_CHAIN = (
+    "".join(f"r{at} ::= r{at + 1}\n" for at in range(2500)) + 'r2500 ::= "a"\nw ::= ' + "." * 20_000 + " root\n"
+)
+
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a+)+$"}, ""),
     ({"regex": "((a+)+)+b"}, ""),
@@ -320,6 +324,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= other"}, "Rule 'other' not found"),
     ({"grammar": "root ::= " + "(" * 30_000}, "any"),
     ({"grammar": 'root ::= ("a"{1,9}){1,99999}'}, "any"),
+    ({"grammar": "root ::= r0\n" + LONG_CHAIN}, "not prepared after"),
+    ({"grammar": "\n" * 60_000}, "any"),
     ({"grammar": "%import common.NUMBER\nstart: NUMBER"}, ""),
     ({"grammar": '%import "/etc/passwd"\nstart: "a"'}, "any"),
     ({"grammar": 'start: part "b"\npart[stop="x"]: /.*/\n'}, "leave out max_tokens and stop"),
