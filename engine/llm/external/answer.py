@@ -6,7 +6,7 @@ Pure. A chunk is decoded into the fields used here, with their types checked; al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -58,7 +58,7 @@ class TokenLogprob(msgspec.Struct):
 
     token: str
     logprob: float
-    bytes: list[int] | None = None
+    bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]] | None = None
     top_logprobs: list[TokenLogprob] | None = None
 
 

@@ -101,6 +101,7 @@ def test_finish_reasons_are_mapped(sent: str, found: str) -> None:
         (b'{"choices": ' + b"[" * 5000, "no chunk"),
         (b'{"usage": {"prompt_tokens": "many"}}', "prompt_tokens"),
         (b'{"error": {"message": "out of memory", "code": 500}}', "out of memory"),
+        (chunk(logprobs={"content": [{"token": "a", "logprob": -1, "bytes": [256]}]}), "bytes"),
         (chunk(1, content="x"), "index 1 of 1"),
         (chunk(-1, content="x"), "index -1 of 1"),
         (chunk(finish="abort"), "abort"),
