@@ -29,7 +29,7 @@ from weftline.engine.serving.openai.ports import (
 from weftline.engine.serving.openai.recordings import MEDIA_TYPES, RecordingLengths, encode_recording
 from weftline.engine.serving.openai.transcripts import SUBTITLES, segments_of, verbose_json
 
-TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream")
+TRANSCRIPTION_FIELDS = ("model", "language", "prompt", "response_format", "temperature", "stream", "priority")
 
 
 class Transcriptions(Endpoint):
@@ -49,7 +49,8 @@ class Transcriptions(Endpoint):
         body = TranscriptionBody.parse(fields | {GRANULARITIES: [str(one) for one in form.getlist(GRANULARITIES)]})
         ports = self._ports(self._info(request, body.model))
         recording = await file_field(form, "file")
-        ask = self._ask(request, body.model, self._inputs(body, ports, recording), _timed_outputs(body, ports))
+        inputs, wanted = self._inputs(body, ports, recording), _timed_outputs(body, ports)
+        ask = self._ask(request, body.model, inputs, wanted, body.priority)
         if body.streamed:
             return EventStream(transcript_events(ports.output, await self._text(request, ask, ports.output)))
         [outputs] = await self._outputs_of(request, [ask])
@@ -132,7 +133,8 @@ class Speech(Endpoint):
             inputs[ports.speed] = body.speed
         elif body.speed != 1:
             raise unsupported("speed", "the model has no input `speed: json`; its operator sets it, leave it out")
-        [outputs] = await self._outputs_of(request, [self._ask(request, body.model, inputs, [ports.output])])
+        ask = self._ask(request, body.model, inputs, [ports.output], body.priority)
+        [outputs] = await self._outputs_of(request, [ask])
         samples = outputs.get(ports.output)
         samples = np.zeros(0, np.float32) if samples is None else samples
         content = await asyncio.to_thread(encode_recording, samples, body.response_format)

@@ -542,6 +542,14 @@ class TranscriptionBody(OpenAiBody, frozen=True, kw_only=True, rename={"granular
     stream: str | None = None
     granularities: tuple[Literal["segment", "word"], ...] = ()
 
+    @classmethod
+    def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
+        """Return the priority as a number; every value of a form is a text."""
+        try:
+            return {"priority": int(fields["priority"])}
+        except (KeyError, TypeError, ValueError):
+            return {}
+
     def __post_init__(self) -> None:
         if self.granularities and self.response_format != "verbose_json":
             raise unsupported(GRANULARITIES, "only response_format verbose_json has them")

@@ -429,6 +429,18 @@ def test_a_text_is_spoken(client: openai.OpenAI, format: Any, media_type: str, e
     assert rate == 16_000 and np.abs(samples[1000:7000] - SPOKEN[1000:7000] / 2).max() < error
 
 
+def test_recordings_and_speech_have_the_priority_of_the_request(endpoint: Hosted, backend: Functions) -> None:
+    backend.asked.clear()
+    spoken = httpx.post(f"{endpoint.url}/v1/audio/speech", json={"model": "voice", "input": "a", "priority": 3})
+    form = {"model": "ears", "priority": "3"}
+    heard = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=form, files={"file": b"RIFF"})
+    assert (spoken.status_code, heard.status_code) == (200, 200)
+    assert [one.priority for one in backend.asked] == [-3, -3]
+    form["priority"] = "high"
+    refused = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=form, files={"file": b"RIFF"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+
+
 def test_raw_samples_have_the_rate_of_openai(client: openai.OpenAI) -> None:
     response = client.audio.speech.create(model="plain-voice", voice="-", input="a", response_format="pcm")
     samples = np.frombuffer(response.content, "<i2") / 32767
