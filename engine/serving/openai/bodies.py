@@ -22,7 +22,7 @@ from msgspec.structs import fields as fields_of
 from weftline.engine.llm.params import CONSTRAINTS, Answers, Logprobs, SamplingParams
 from weftline.engine.llm.template_options import TOKENS_MAX
 from weftline.engine.serving.http.errors import HttpError, unsupported
-from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS, constraint_of
+from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS, RESPONSE_FORMATS, constraint_of
 from weftline.engine.serving.openai.fields import (
     AUDIO_WITHOUT_EFFECT,
     CHAT_REFUSED,
@@ -87,10 +87,11 @@ def _object_of(**required: Any) -> dict[str, Any]:
     return {"type": "object", "required": list(required), "properties": required}
 
 
-RESPONSE_FORMAT = _object_of(type={"enum": ["text", "json_object", "json_schema"]})
+RESPONSE_FORMAT = _object_of(type={"enum": [*RESPONSE_FORMATS]})
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _PARTS = {"type": "array", "items": _object_of(type={"const": "text"}, text={"type": "string"})}
 _MESSAGE = _object_of(
-    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    role={"enum": [*ROLES]},
     content={"oneOf": [{"type": "string"}, _PARTS]},
 )
 MESSAGES: dict[str, Any] = {"type": "array", "minItems": 1, "items": _MESSAGE}

@@ -29,6 +29,7 @@ _STRUCTURED = {"json": "json_schema", "json_object": "json_object", **{k: k for 
 """Keys of `structured_outputs`; any other must be off."""
 _FORMATS = {"regex": ("regex", "regex"), "grammar": ("grammar", "grammar"), "ebnf": ("ebnf", "grammar")}
 """Types of `response_format` beyond OpenAI's: the key with the constraint, and the option that it becomes."""
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", *_FORMATS)
 
 
 def constraint_of(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -67,7 +68,7 @@ def _response_format(format: Any) -> dict[str, Any]:
     if isinstance(kind, str) and kind in _FORMATS:
         key, option = _FORMATS[kind]
         return {option: _checked(field, f"{field}.{key}", option, format.get(key))}
-    raise HttpError(f"{field}.type: expected text, json_object, json_schema, {', '.join(_FORMATS)}", param=field)
+    raise HttpError(f"{field}.type: expected {', '.join(RESPONSE_FORMATS)}", param=field)
 
 
 def _structured(value: Any) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from typing import Any
 
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.model_info import PortInfo
-from weftline.engine.serving.openai.bodies import ChatBody
+from weftline.engine.serving.openai.bodies import ROLES, ChatBody
 from weftline.engine.serving.openai.ports import ChatPorts
 from weftline.engine.serving.openai.tools import tool_inputs
 from weftline.nodes.image import IMAGES_MAX, MESSAGE_IMAGE_BYTES_MAX
 
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that are passed to the model; other keys of answers (refusal, annotations) are dropped."""
 MESSAGES_MAX = 1024

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from weftline.engine.llm.params import SamplingParams
+from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.openapi import document
-from weftline.engine.serving.openai.bodies import SAMPLING_FIELDS
+from weftline.engine.serving.openai.bodies import ROLES, SAMPLING_FIELDS
+from weftline.engine.serving.openai.constraints import constraint_of
 from weftline.nodes.field_checks import field_names
 
 
@@ -38,6 +42,15 @@ def test_required_fields_and_forms_are_published() -> None:
     assert schema_of("/v1/rerank")["required"] == ["model", "query", "documents"]
     form = schema_of("/v1/audio/transcriptions")
     assert form["required"] == ["model", "file"] and "timestamp_granularities[]" in form["properties"]
+
+
+def test_published_roles_and_formats_are_those_that_are_read() -> None:
+    fields = schema_of("/v1/chat/completions")["properties"]
+    assert fields["messages"]["items"]["properties"]["role"]["enum"] == [*ROLES]
+    with pytest.raises(
+        HttpError, match=f"expected {', '.join(fields['response_format']['properties']['type']['enum'])}$"
+    ):
+        constraint_of({"response_format": {"type": "other"}})
 
 
 def test_every_reference_has_its_component() -> None:
