@@ -20,6 +20,7 @@ from weftline.engine.scheduler import (
     kv_sharing,
     lost_devices,
     message_check,
+    programs,
     request_table,
     streams,
     task_table,
@@ -135,7 +136,9 @@ def _on_ready(state: SchedulerState, worker_id: int, message: msg.Ready) -> None
 
 
 def _on_open_failed(state: SchedulerState, worker_id: int, message: msg.OpenFailed) -> None:
-    state.workers[worker_id].failed = f"step {message.step}: {message.failure.message}"
+    users = [one for one in state.programs.values() if worker_id in programs.workers_of(state, one)]
+    step = f"step {message.step}: " if len(users) == 1 else ""  # else it may be the name of another pipeline's step
+    state.workers[worker_id].failed = step + message.failure.message
 
 
 def _on_buffer_request(state: SchedulerState, worker_id: int, message: msg.BufferRequest) -> None:

@@ -218,6 +218,19 @@ def test_a_program_whose_items_keep_killing_shared_workers_is_paused() -> None:
     assert harness.submit(x="c", program=deadly) not in harness.ended
 
 
+def test_a_step_is_not_named_to_others_that_share_its_worker() -> None:
+    harness = SchedulerHarness(one_step("secret"))
+    other = harness.open(one_step("look"), 0)
+    request = harness.submit(x="a", program=other)
+    harness.die(0)
+    while harness.scheduler.workers[0].state != "given_up":
+        harness.advance(((harness.scheduler.workers[0].start_ms or harness.now_ms) - harness.now_ms) + 0.001)
+        harness.receive(0, msg.OpenFailed("secret", msg.Failure("ModelError", "no such file")))
+        harness.die(0, "exit code 1")
+    message = harness.failure(request).message
+    assert "no such file" in message and "secret" not in message
+
+
 def test_a_program_alone_on_its_workers_is_not_paused() -> None:
     harness = SchedulerHarness(one_step(limits={"retry_share": 0.0}))
     for _ in range(DEATHS_MAX + 1):
