@@ -76,7 +76,10 @@ def _pairs(file: SourceFile) -> dict[str, str | None]:
     for match in pairs:
         name, value = unquote(match[1]), None if match[2] == NULL else unquote(match[2])
         if found.setdefault(name, value) != value:
-            raise InputError(f"{file.shown}: two folders give {name}: {found[name]!r:.80} and {value!r:.80}")
+            raise InputError(
+                f"{file.shown}: two folders give {name}: {found[name]!r:.80} and {value!r:.80}\n"
+                "    fix: rename or remove one of them"
+            )
     return found
 
 
