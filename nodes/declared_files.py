@@ -122,6 +122,14 @@ def _regular(paths: Iterable[Path]) -> Iterator[Path]:
             yield from (Path(folder) / name for name in sorted(names) if not name.startswith("."))
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a regular file is there; False for a name that the system refuses."""
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def identity(path: str) -> FileIdentity | None:
     """Return the identity of a file; None if there is none."""
     try:

@@ -22,7 +22,7 @@ from typing import Any
 
 from weftline.errors import InputError, ModelError
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.declared_files import identity
+from weftline.nodes.declared_files import identity, is_file
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 SOURCE_BYTES_MAX = 2 << 20
@@ -48,8 +48,8 @@ def locate(reference: str, base_dir: Path, option: str) -> Source:
         raise ConfigError(option, f"{reference!r:.120}", "'package.module:name' or 'file.py:name'")
     if module.endswith(".py"):
         path = base_dir / module
-        if not path.is_file():
-            raise ConfigError(option, f"there is no file {module}", fix="paths are relative to the pipeline file")
+        if not is_file(path):
+            raise ConfigError(option, f"there is no file {module:.120}", fix="paths are relative to the pipeline file")
         return Source(path, "", name)
     spec = _find_spec(module, base_dir)
     if spec is None or not spec.has_location or not spec.origin or not spec.origin.endswith(".py"):

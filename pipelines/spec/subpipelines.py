@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from weftline.errors import PipelineError, Problem
 from weftline.nodes.contract import ConfigError
+from weftline.nodes.declared_files import is_file
 from weftline.pipelines.check.problems import Origin, Report, did_you_mean, listed
 from weftline.pipelines.spec.condition import Condition, all_of, rewired
 from weftline.pipelines.spec.document import TEXT_BYTES_MAX, read_document
@@ -61,7 +62,7 @@ def _height(path: Path, inside: tuple[Path, ...], known: dict[Path, int]) -> int
 
 def named_pipelines(path: Path) -> list[Path]:
     """Return the files that the steps of a pipeline file name, as resolved paths."""
-    if not _is_file(path):  # a pipe would never end
+    if not is_file(path):  # a pipe would never end
         return []
     try:
         with path.open("rb") as stream:
@@ -269,7 +270,7 @@ def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, 
     at, path = f"steps.{step.name}.pipeline", pipeline.base_dir / step.pipeline
     outer = Path(pipeline.file)
     try:
-        if not _is_file(path):
+        if not is_file(path):
             report.add(at, f"there is no file {step.pipeline}", fix="give its path, relative to this file's folder")
             return None
         check_nesting(path, (outer.resolve(),) if outer.is_file() else ())
@@ -286,13 +287,6 @@ def _read(step: Step, pipeline: Pipeline, report: Report, catalog: Mapping[str, 
     report.add(at, f"{step.pipeline} has {count} of its own, listed with this one")
     report.take(problems)
     return None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # such as a name that is too long
-        return False
 
 
 def _check_inputs(step: Step, inner: Pipeline, report: Report) -> None:

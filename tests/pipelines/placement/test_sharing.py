@@ -317,6 +317,12 @@ def calling(keys: str, at: Path) -> Pipeline:
     return one_step(f"function: 'f.py:f', inputs: {{x: x}}, {keys}", "function", at, outputs="y: s.output")
 
 
+def test_a_long_text_beside_user_code_names_no_file(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def f(x: str, y: str) -> str:\n    return x + y\n")
+    bare = bare_plan(calling(f"share: true, arguments: {{y: '{'y' * 300}.py:f'}}", tmp_path), MACHINE)
+    assert bare.plan is not None and {*bare.checked.steps["s"].files} == {tmp_path / "f.py"}
+
+
 def test_user_code_of_two_folders_does_not_share(tmp_path: Path) -> None:
     found = []
     for name in ("a", "b"):
