@@ -342,7 +342,7 @@ class Repository:
         """Return the engines of what serves now."""
         with self._lock:
             sessions = [one.session for one in self._names.values() if one.session is not None]
-        return [engine for one in sessions if (engine := one._engine) is not None]
+        return [engine for one in sessions if (engine := one.engine) is not None]
 
     def _check_open(self) -> None:
         if self._closed:

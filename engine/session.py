@@ -361,7 +361,7 @@ class Session:
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
     @property
-    def _engine(self) -> Engine | None:
+    def engine(self) -> Engine | None:
         """The engine of the current version; None before it is open."""
         return self._versions.current.engine if self._versions.current is not None else None
 
@@ -395,7 +395,7 @@ class Session:
         """Return the pid of every running worker of the current version by name."""
         return self._current.runtime.pids(self._current.program)
 
-    def _loaded(self) -> frozenset[tuple[str, int]]:
+    def loaded_nodes(self) -> frozenset[tuple[str, int]]:
         """Return each node that workers have loaded for the current version, by a name, with the pid of its worker."""
         return self._current.runtime.loaded(self._current.program)
 

@@ -271,7 +271,7 @@ class LocalBackend:
         found = set[tuple[str, int]]()
         for name, session in self.sessions().items():
             if name in models:
-                found |= session._loaded()
+                found |= session.loaded_nodes()
         return found
 
     async def _load_together(

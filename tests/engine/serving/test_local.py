@@ -243,7 +243,7 @@ def test_a_reload_loads_what_changed_once_for_all_that_share_it(tmp_path: Path) 
         async with backend(tmp_path, tensors=TENSORS) as models:
 
             def loaded() -> list[frozenset[tuple[str, int]]]:
-                return [one._loaded() for one in models.sessions().values()]
+                return [one.loaded_nodes() for one in models.sessions().values()]
 
             first = loaded()
             assert first[0] == first[1] and len(first[0]) == 1, "the exposed step shares"
