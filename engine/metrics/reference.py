@@ -72,6 +72,8 @@ _INTRO = f"""\
 - Label values come from the operator's files or from a fixed list. Clients cannot add any: requests for a model that is
   not served count under an empty `model`.
 - `model` is a pipeline or an exposed step, as clients name it.
+- Models of a server may share an engine. Series of the engine come once, under the first of its models by name; their
+  steps and workers may be those of its other models.
 - Counters "since the model was loaded" reset to 0 when a model is reloaded, and counters of a worker when it is
   restarted. `rate()` and `increase()` handle resets.
 - Requests count when they end. Series of steps are computed from the timings of those requests.

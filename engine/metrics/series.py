@@ -157,7 +157,8 @@ DISPATCHED = _counter(
     "weftline_dispatched_items_total", "model", "items", "items that an engine dispatched; since it was started"
 )
 DEATHS = _counter("weftline_worker_deaths_total", "model step cause", "deaths",
-    "worker deaths by step (that it ran, or all of its steps) and cause; since the model was loaded")  # fmt: skip
+    "worker deaths by step (that it ran, or all of its steps; `others`: of other models of the engine) and cause; "
+    "since the engine was started")  # fmt: skip
 RESTARTS = _counter(
     "weftline_worker_restarts_total", "model", "starts", "worker restarts of an engine; since it was started"
 )
@@ -173,13 +174,14 @@ ARENA_QUARANTINED = _gauge("weftline_arena_quarantined_bytes", "model", "bytes",
 UNFINISHED = _gauge("weftline_dispatches_unfinished", "model", "dispatches",
     "answered batches whose device work is not finished")  # fmt: skip
 COPIED = _counter("weftline_copied_bytes_total", "model where", "bytes",
-    "tensor bytes copied; `where` is `in`, `between` or `out` of shared memory; since the model was loaded",
+    "tensor bytes copied; `where` is `in`, `between` (of the whole engine) or `out` of shared memory; since the model "
+    "was loaded",
 )  # fmt: skip
 ARENA_SIZE = _gauge("weftline_arena_size_bytes", "model", "bytes", "shared memory of all arenas of the engine")
 ARENA_LEASED = _gauge("weftline_arena_leased_bytes", "model", "bytes", "shared memory in use")
 ARENA_BLOCKS = _gauge("weftline_arena_leased_blocks", "model", "blocks", "leased blocks")
 ARENA_STALE = _counter("weftline_arena_stale_leases_total", "model", "leases",
-    "releases of leases that had ended; since the model was loaded")  # fmt: skip
+    "releases of leases that had ended; since the engine was started")  # fmt: skip
 KV_TOTAL = _gauge("weftline_kv_total_bytes", "model device", "bytes", "KV memory shared by the llm steps of a device")
 KV_UNASSIGNED = _gauge("weftline_kv_unassigned_bytes", "model device", "bytes", "KV memory that is assigned to no step")
 KV_HELD = _gauge("weftline_kv_held_bytes", "model device instance", "bytes", "KV memory assigned to an instance")

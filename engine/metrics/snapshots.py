@@ -95,7 +95,7 @@ class StatsSource(Protocol):
 
 
 class Shown:
-    """What one scrape has shown of engines, deployments and processes that several models use: each comes once."""
+    """Record of the engines, deployments and processes that one scrape has shown; several models may use each."""
 
     def __init__(self) -> None:
         self._by: dict[tuple[object, ...], str] = {}

@@ -77,7 +77,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def streams(self) -> bool:
-        """Whether an output comes in pieces to those who ask for a stream."""
+        """True if an output comes in pieces in a stream."""
         return any(port.pieces for port in self.outputs)
 
     def cost(self, inputs: Mapping[str, Any]) -> int:

@@ -15,7 +15,8 @@ TURN_S, SHORT_TURN_S = 0.001, 0.00025
 """Work of one connection in one turn of the event loop: alone, and while other connections have more work."""
 
 NEW_PAUSE, NEW_PAUSE_MAX_S = 3, 0.05
-"""Pause between turns of new connections, in turns: those without a call with rights have a quarter of the time."""
+"""Pause between turns of new connections, in turns, and its limit: those without a call with rights have a quarter of
+the time."""
 
 
 class Working(Protocol):

@@ -27,7 +27,7 @@ POLL_S = 0.5
 """Interval between two looks at the files."""
 
 SETTLED_S, RETURNED_S = 0.25, 2.0
-"""How long nothing has changed before a change counts, and before a missing or empty file does."""
+"""Time without changes before a change counts, and before a missing or empty file does."""
 
 State = Mapping[str, tuple[int, ...]]
 """Inode, change time and size of each file by path; () for a file that does not exist."""

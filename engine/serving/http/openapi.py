@@ -65,9 +65,9 @@ _ANY: dict[str, Any] = {}
 
 _GETS = {
     "/livez": "Whether the server lives.",
-    "/readyz": "Whether all models are ready and new work is taken.",
+    "/readyz": "Whether the server can answer now.",
     "/healthz": "Whether the server lives; the same as /livez.",
-    "/health": "Whether all models are ready and new work is taken; the same as /readyz.",
+    "/health": "Whether the server can answer now; the same as /readyz.",
     "/metrics": "All figures in Prometheus' text format.",
     "/openapi.json": "This document.",
     "/docs": "A page with the models and routes of this server.",
@@ -77,7 +77,7 @@ _GETS = {
     "/ping": "Whether the server lives; the same as /livez.",
     "/v2": "What this server is.",
     "/v2/health/live": "Whether the server lives.",
-    "/v2/health/ready": "Whether all models are ready and new work is taken.",
+    "/v2/health/ready": "Whether the server can answer now.",
     "/v2/models/stats": "Statistics of all models.",
     "/v2/trace/setting": "What is traced.",
     "/v2/models/{model}/trace/setting": "What is traced of a model.",

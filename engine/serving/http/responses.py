@@ -41,7 +41,7 @@ def text_response(text: str, code: int = 200) -> Response:
 
 
 def error_response(error: BaseException, path: str) -> Response:
-    """Return the response for an error; under /v1 in OpenAI's format, else in v2's."""
+    """Return the response for an error; on OpenAI's paths in its format, else in v2's."""
     reply = to_status(error)
     code = _code_of(error, reply)
     body = _openai_body(error, reply, code) if path.startswith(_OPENAI_PATHS) else {"error": reply.message}
