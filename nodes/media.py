@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from weftline.nodes.strict_json import VALUES, parse
 from weftline.nodes.values import array_dtype, describe, fits, mismatch
 from weftline.shm.spec import ITEM_BYTES, STAND_INS, byte_size
 from weftline.shm.view import dtype_name
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def to_tensor(type: PortType, raw: Any, bytes_max: int) -> np.ndarray:
@@ -250,13 +253,18 @@ def _list(type: PortType, raw: Any, limits: MediaLimits) -> list[Any]:
         raw = list(raw)
     if not isinstance(raw, list | tuple):
         raise InputError(f"wants {type} (a list), got {describe(raw)}")
-    values = []
-    for place, one in enumerate(raw):
+    return converted_elements(raw, lambda one: to_value(item, one, limits))
+
+
+def converted_elements(values: Iterable[T], convert: Callable[[T], U]) -> list[U]:
+    """Return the converted elements of a list; an InputError has the place of its element."""
+    found = []
+    for place, one in enumerate(values):
         try:
-            values.append(to_value(item, one, limits))
+            found.append(convert(one))
         except InputError as error:
             raise InputError(f"element {place}: {error}") from None
-    return values
+    return found
 
 
 def _read_file(path: Path, limits: MediaLimits) -> bytes:

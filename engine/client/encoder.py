@@ -21,7 +21,7 @@ from weftline.engine.serving.v2.elements import JSON, encode_elements
 from weftline.engine.serving.v2.messages import Parameter, Tensor
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
-from weftline.nodes.media import MediaLimits, to_value
+from weftline.nodes.media import MediaLimits, converted_elements, to_value
 from weftline.nodes.ports import AUDIO_HZ, PortType
 from weftline.nodes.values import array_dtype, describe
 from weftline.shm.view import dtype_name, numpy_dtype
@@ -91,12 +91,7 @@ def _list(name: str, type: PortType, value: Any) -> Tensor:
         value = list(value)
     if not isinstance(value, list | tuple):
         raise InputError(f"wants {type} (a list), got {describe(value)}")
-    found = []
-    for place, one in enumerate(value):
-        try:
-            found.append(_element(item, one))
-        except InputError as error:
-            raise InputError(f"element {place}: {error}") from None
+    found = converted_elements(value, lambda one: _element(item, one))
     if not found and item.kind in ARRAYS:
         return _array(name, _no_elements(item), item.dtype)
     arrays = [one for one in found if isinstance(one, np.ndarray)]

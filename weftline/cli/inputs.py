@@ -18,7 +18,7 @@ from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.nodes.exact_numbers import numbers
 from weftline.nodes.json_value import NotJson
-from weftline.nodes.media import MediaLimits, to_value
+from weftline.nodes.media import MediaLimits, converted_elements, to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.strict_json import VALUES, parse
 from weftline.pipelines.placement.plan import Plan
@@ -64,22 +64,15 @@ def _value(plan: Plan, name: str, texts: Sequence[str], stdin: BinaryIO) -> Any:
     type, limits = plan.input_types[name], media_limits(plan, given)
     try:
         if type.kind == "list" and (len(texts) > 1 or not texts[0].lstrip().startswith("[")):
-            return _elements(type.item or PortType("any"), name, texts, limits, stdin)
+            item = type.item or PortType("any")
+            return converted_elements(
+                texts, lambda text: _converted(item, _raw(item, name, text, limits, stdin), limits)
+            )
         if len(texts) > 1:
             raise InputError(f"given {len(texts)} times, and it is no list but {type}\n    fix: give it once")
         return _converted(type, _raw(type, name, texts[0], limits, stdin), limits)
     except InputError as error:
         raise InputError(f"input {name}: {error}") from None
-
-
-def _elements(item: PortType, name: str, texts: Sequence[str], limits: MediaLimits, stdin: BinaryIO) -> list[Any]:
-    values = []
-    for place, text in enumerate(texts):
-        try:
-            values.append(_converted(item, _raw(item, name, text, limits, stdin), limits))
-        except InputError as error:
-            raise InputError(f"element {place}: {error}") from None
-    return values
 
 
 def _raw(type: PortType, name: str, text: str, limits: MediaLimits, stdin: BinaryIO) -> Any:

@@ -36,7 +36,7 @@ from weftline.engine.serving.v2.messages import InferRequest, Parameter, Tensor
 from weftline.engine.serving.v2.response import dense_tensor
 from weftline.errors import InputError
 from weftline.nodes.json_value import NotJson, json_text
-from weftline.nodes.media import MediaLimits, to_tensor, to_value
+from weftline.nodes.media import MediaLimits, converted_elements, to_tensor, to_value
 from weftline.nodes.ports import PortType
 from weftline.nodes.strict_json import (
     INLINE_BYTES,
@@ -221,12 +221,7 @@ def _list_of_json(port: PortInfo, item: PortType, raw: bytes) -> Tensor:
         elements = [json_text(one) for one in value]
     if item.kind == "list" and innermost(item).kind in MEDIA:
         raise InputError(f"{port.type} has no JSON form\n    fix: use gRPC")
-    made = []
-    for place, one in enumerate(elements):
-        try:
-            made.append(_element(item, one))
-        except InputError as error:
-            raise InputError(f"element {place}: {error}") from None
+    made = converted_elements(elements, lambda one: _element(item, one))
     return _element_tensor(port, made, (len(made),))
 
 
