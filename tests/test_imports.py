@@ -225,7 +225,7 @@ WALL_CLOCK = {
     *("time.time", "time.time_ns", "time.localtime", "time.ctime"),
     *("datetime.now", "datetime.utcnow", "date.today", "datetime.today"),
 }
-DISPLAYS_TIME = {"engine/serving/http/context.py", "engine/serving/local.py"}
+DISPLAYS_TIME = {"engine/serving/http/context.py", "engine/serving/request_record.py"}
 """Where the wall clock is read, for display: when an answer was made, when a traced request began."""
 
 

@@ -23,7 +23,6 @@ from weftline.engine.repository import Repository
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions
 from weftline.engine.result import BorrowedResult, StreamedOutput
 from weftline.engine.runtime.opening import Progress
-from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.serving.backend import Answer, Ask, Done, Observer, Record
 from weftline.engine.serving.config import ServedPipeline
 from weftline.engine.serving.exposed_models import model_names, models_with_errors
@@ -36,6 +35,7 @@ from weftline.engine.serving.model_info import (
     ModelState,
     model_info,
 )
+from weftline.engine.serving.request_record import Begin, RequestRecord
 from weftline.engine.session import Session
 from weftline.errors import (
     InputError,
@@ -55,9 +55,6 @@ _log = logging.getLogger("weftline.ingress")
 
 _STATES = {"loading": LOADING, "ready": READY, "reloading": READY}
 """A repository's states as clients see them; the others are UNAVAILABLE."""
-
-Begin = Callable[[Ask], str]
-"""Returns the trace context of a request's own span, before it runs; '' when it is not traced."""
 
 
 class LocalBackend:
@@ -296,7 +293,7 @@ class LocalBackend:
     # requests
 
     async def ask(self, ask: Ask) -> Answer:
-        noted = _RequestRecord(ask, self._begin)
+        noted = RequestRecord(ask, self._begin)
         version = 0
         try:
             session = self._session(ask.model)
@@ -310,7 +307,7 @@ class LocalBackend:
         return self._answer(noted, borrowed)
 
     def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
-        noted = _RequestRecord(ask, self._begin)
+        noted = RequestRecord(ask, self._begin)
         version = 0
 
         def ended(result: BorrowedResult | BaseException) -> None:
@@ -338,7 +335,7 @@ class LocalBackend:
 
         return cancel_and_notify
 
-    def _answer(self, noted: _RequestRecord, borrowed: BorrowedResult) -> Answer:
+    def _answer(self, noted: RequestRecord, borrowed: BorrowedResult) -> Answer:
         if self._observers:
             self._notify(noted.answered(borrowed))
         return Answer(
@@ -352,7 +349,7 @@ class LocalBackend:
         )
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
-        noted = _RequestRecord(ask, self._begin)
+        noted = RequestRecord(ask, self._begin)
         version = 0
         try:
             session = self._session(ask.model)
@@ -391,79 +388,6 @@ class LocalBackend:
                 observer(record)
             except Exception:
                 _log.exception("an observer of requests failed")
-
-
-class _RequestRecord:
-    """Measurements of one running request, for its Record."""
-
-    __slots__ = ("_ask", "_first_ms", "_pieces", "_started", "_started_ns", "_timings", "_usage", "traceparent")
-
-    def __init__(self, ask: Ask, begin: Begin | None) -> None:
-        self._ask = ask
-        self._started = time.perf_counter()
-        self._started_ns = time.time_ns()
-        self._first_ms: float | None = None
-        self._pieces = 0
-        self._usage: Mapping[str, Any] = {}
-        self._timings: tuple[StepTiming, ...] = ()
-        self.traceparent = begin(ask) if begin is not None else ""
-
-    def add_chunk(self, piece: StreamedOutput) -> None:
-        if not piece.last:
-            if not self._pieces:
-                self._first_ms = self._elapsed_ms()
-            self._pieces += 1
-        elif piece.output == "usage" and isinstance(piece.value, dict):
-            self._usage = piece.value
-
-    def set_timings(self, timings: tuple[StepTiming, ...]) -> None:
-        self._timings = timings
-
-    def answered(self, borrowed: BorrowedResult) -> Record:
-        usage = borrowed.outputs.get("usage")
-        self._usage = usage if isinstance(usage, dict) else {}
-        return self._record("OK", borrowed.version, borrowed.timings, borrowed.total_ms)
-
-    def ended(self, version: int) -> Record:
-        return self._record("OK", version, self._timings)
-
-    def failed(self, error: BaseException, version: int) -> Record:
-        gone = isinstance(error, asyncio.CancelledError | GeneratorExit)
-        status = error.status if isinstance(error, WeftlineError) else "CANCELLED" if gone else "INTERNAL"
-        timings = error.timings if isinstance(error, WeftlineError) else ()
-        message = f"{error}" if isinstance(error, WeftlineError) else "" if gone else type(error).__name__
-        return self._record(status, version, timings, error=message, traceback=traceback_of(error))
-
-    def _record(
-        self,
-        status: str,
-        version: int,
-        timings: tuple[StepTiming, ...] = (),
-        total_ms: float | None = None,
-        error: str = "",
-        traceback: str = "",
-    ) -> Record:
-        elapsed_ms = self._elapsed_ms() if total_ms is None else total_ms
-        began_ms = [one.started_ms - one.queued_ms for one in timings]
-        return Record(
-            self._ask.model,
-            version,
-            status,
-            self._started_ns,
-            elapsed_ms,
-            self._ask,
-            timings,
-            min(began_ms, default=0.0),
-            self._first_ms,
-            self._pieces,
-            self._usage,
-            error,
-            self.traceparent,
-            traceback,
-        )
-
-    def _elapsed_ms(self) -> float:
-        return (time.perf_counter() - self._started) * 1000
 
 
 def _options(ask: Ask) -> RequestOptions:
