@@ -16,17 +16,12 @@ from weftline.engine.llm.template_options import TemplateOptions
 from weftline.engine.serving.http.run_schema import SCHEMAS, run_operation
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
+    BODIES,
     MESSAGES,
     SAMPLING_FIELDS,
     TEMPLATE_FIELDS,
     ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
     OpenAiBody,
-    RerankBody,
-    ScoreBody,
-    SpeechBody,
     TranscriptionBody,
 )
 from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS
@@ -87,16 +82,16 @@ _GETS = {
     "/v2/cudasharedmemory/status": "Registered CUDA regions: none.",
     "/v2/cudasharedmemory/region/{region}/status": "One CUDA region: none.",
 }
-_OPENAI: dict[str, tuple[str, type[OpenAiBody]]] = {
-    "/v1/chat/completions": ("Answer a conversation.", ChatBody),
-    "/v1/completions": ("Complete a text.", CompletionBody),
-    "/v1/embeddings": ("Embed texts.", EmbeddingBody),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), ("Sort documents by a query.", RerankBody)),
-    **dict.fromkeys(("/score", "/v1/score"), ("Score pairs of texts.", ScoreBody)),
-    "/detokenize": ("The text of tokens.", DetokenizeBody),
-    "/v1/audio/speech": ("Speak a text.", SpeechBody),
-    "/v1/audio/transcriptions": ("Transcribe a recording.", TranscriptionBody),
-    "/v1/audio/translations": ("Translate one.", TranscriptionBody),
+_OPENAI = {
+    "/v1/chat/completions": "Answer a conversation.",
+    "/v1/completions": "Complete a text.",
+    "/v1/embeddings": "Embed texts.",
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Sort documents by a query."),
+    **dict.fromkeys(("/score", "/v1/score"), "Score pairs of texts."),
+    "/detokenize": "The text of tokens.",
+    "/v1/audio/speech": "Speak a text.",
+    "/v1/audio/transcriptions": "Transcribe a recording.",
+    "/v1/audio/translations": "Translate one.",
 }
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/run/{model}": ("Run a model on one request.", {}, ()),
@@ -125,9 +120,9 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
     for path, (summary, properties, required) in _POSTS.items():
         paths.setdefault(path, {})["post"] = _operation(path, summary) | _body(properties, required)
     paths |= {f"/run/{info.name}": {"post": run_operation(info)} for info in models}
-    for path, (summary, of) in _OPENAI.items():
+    for path, of in BODIES.items():
         kind = "multipart/form-data" if of is TranscriptionBody else "application/json"
-        paths[path] = {"post": _operation(path, summary) | _body(*_fields_of(of), kind)}
+        paths[path] = {"post": _operation(path, _OPENAI[path]) | _body(*_fields_of(of), kind)}
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         for what, summary in (("", "Metadata."), ("/ready", "Readiness."), ("/config", "Configuration.")):
             paths[f"{model}{what}"] = {"get": _operation(model, summary)}

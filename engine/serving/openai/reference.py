@@ -5,16 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.serving.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    OpenAiBody,
-    RerankBody,
-    ScoreBody,
-    SpeechBody,
-    TranscriptionBody,
-)
+from weftline.engine.serving.openai.bodies import BODIES, OpenAiBody
 from weftline.engine.serving.openai.fields import why_refused
 
 PAGE = Path("docs/reference/openai-fields.md")
@@ -30,21 +21,13 @@ of the inputs of that name of an [llm step](nodes.md#llm); a field that is *read
 [the guide](../guides/openai.md) states. A field that is refused, or unknown, gets status 400 with its name in `param`,
 unless its value is one of those that would change nothing. null is the same as leaving a field out.
 """
-_ROUTES: tuple[tuple[str, type[OpenAiBody]], ...] = (
-    ("`/v1/chat/completions`", ChatBody),
-    ("`/v1/completions`", CompletionBody),
-    ("`/v1/embeddings`", EmbeddingBody),
-    ("`/v1/rerank`", RerankBody),
-    ("`/v1/score`", ScoreBody),
-    ("`/v1/audio/speech`", SpeechBody),
-    ("`/v1/audio/transcriptions`, `/v1/audio/translations`", TranscriptionBody),
-)
 
 
 def fields_reference() -> str:
     """Return the page, in Markdown."""
     parts = [_INTRO]
-    for title, body in _ROUTES:
+    for body in dict.fromkeys(BODIES.values()):
+        title = ", ".join(f"`{path}`" for path, of in BODIES.items() if of is body)
         rows = [f"| `{field}` | {effect} |" for field, effect in sorted(effects_of(body).items())]
         parts.append("\n".join([f"## {title}\n", "| field | effect |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
