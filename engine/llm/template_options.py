@@ -1,4 +1,4 @@
-"""How the prompt of a request is made: the input `template` of an llm step. Pure."""
+"""Options of a request's prompt: the input `template` of an llm step. Pure."""
 
 from __future__ import annotations
 
