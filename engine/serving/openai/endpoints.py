@@ -142,8 +142,8 @@ def template_of(body: GenerationBody, ports: AnswerPorts) -> dict[str, Any]:
         return {ports.template: options} if options else {}
     options = {key: one for key, one in options.items() if (key, one) != ("reasoning_effort", "none")}
     for key in options:
-        why = f"model {body.model} has no input `template: json`; leave it out, or add one and wire it to the llm step"
-        raise unsupported(body.field_of(key), why)
+        fix = "leave it out, or add one and wire it to an llm step without `engine: openai`"
+        raise unsupported(body.field_of(key), f"model {body.model} has no input `template: json`; {fix}")
     return {}
 
 
