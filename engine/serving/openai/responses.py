@@ -176,7 +176,7 @@ class ChatFormat:
             message |= {"tool_calls": list(choice.tool_calls), "content": choice.text or None}
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
-        logprobs = chat_logprobs_json(spoken(choice)) if choice.logprobs is not None else None
+        logprobs = chat_logprobs_json(text_tokens(choice)) if choice.logprobs is not None else None
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def opening(self) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ class ChatFormat:
         role = {"role": "assistant"} if index else {}
         if reasoning_rest:
             deltas.append(_chat_delta(index, role | {"reasoning_content": reasoning_rest}))
-        tokens = spoken(choice)[scored:]
+        tokens = text_tokens(choice)[scored:]
         if rest or tokens:
             logprobs = chat_logprobs_json(tokens) if tokens else None
             deltas.append(_chat_delta(index, role | {"content": rest}, logprobs))
@@ -291,7 +291,7 @@ class TextOffsets:
         return offsets
 
 
-def spoken(choice: Choice) -> Sequence[Mapping[str, Any]]:
+def text_tokens(choice: Choice) -> Sequence[Mapping[str, Any]]:
     """Return the tokens of an answer without those behind its text, which ended it."""
     tokens = choice.logprobs or ()
     if choice.finish == "length":

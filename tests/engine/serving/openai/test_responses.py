@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.tokens import Tokens
-from weftline.engine.serving.openai.responses import Choice, TextFormat, TextOffsets, chat_logprobs_json, spoken
+from weftline.engine.serving.openai.responses import Choice, TextFormat, TextOffsets, chat_logprobs_json, text_tokens
 
 TEXT = "a \N{GRINNING FACE} é!"
 
@@ -71,7 +71,7 @@ def test_a_token_keeps_the_space_at_its_beginning() -> None:
 def test_tokens_behind_the_text_are_no_part_of_a_chat(finish: str, count: int) -> None:
     ended = [{"token": "<end>", "bytes": None, "logprob": -1.0}]
     tokens = [{"token": one, "bytes": list(one.encode()), "logprob": -1.0} for one in ("a", " b", " stop")]
-    assert len(spoken(Choice(0, "a b", finish, logprobs=[*tokens, *ended]))) == count
+    assert len(text_tokens(Choice(0, "a b", finish, logprobs=[*tokens, *ended]))) == count
 
 
 def test_pieces_have_the_offsets_of_the_whole() -> None:
