@@ -45,7 +45,6 @@ from weftline.engine.serving.openai.bodies import (
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
-    ChatPorts,
     RerankPorts,
     TextPorts,
     chat_ports,
@@ -260,18 +259,9 @@ class Tokenize(Endpoint):
     async def tokenize(self, request: Request) -> ASGIApp:
         fields = await self._object(request)
         strings = fields.pop("return_token_strs", None)
-        ports: ChatPorts | TextPorts
-        if fields.get("messages") is not None:
-            body: GenerationBody = ChatBody.parse(fields)
-            ports = chat_ports(self._info(request, body.model))
-            inputs = chat_inputs(body, ports)  # type: ignore[arg-type]
-        else:
-            body = CompletionBody.parse({**fields, "prompt": fields.get("prompt")})
-            ports = completion_ports(self._info(request, body.model))
-            if len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
-                raise HttpError("prompt: expected one text", param="prompt")
-            inputs = prompt_inputs(ports, body.prompt[0])
-        found = await self._prompt_of(request, body, ports, inputs, template_of(body, ports))
+        body, ports, inputs = self._read(request, fields)
+        with body.naming_fields():
+            found = await self._prompt_of(request, body, ports, inputs, template_of(body, ports))
         return json_response(
             {
                 "count": len(found["prompt_token_ids"]),
@@ -280,6 +270,19 @@ class Tokenize(Endpoint):
                 "token_strs": found["prompt_tokens"] if strings else None,
             }
         )
+
+    def _read(
+        self, request: Request, fields: Mapping[str, Any]
+    ) -> tuple[GenerationBody, AnswerPorts, Mapping[str, Any]]:
+        if fields.get("messages") is not None:
+            chat = ChatBody.parse(fields)
+            ports = chat_ports(self._info(request, chat.model))
+            return chat, ports, chat_inputs(chat, ports)
+        body = CompletionBody.parse(fields)
+        text_ports = completion_ports(self._info(request, body.model))
+        if len(body.prompt) != 1 or not isinstance(body.prompt[0], str):
+            raise HttpError("prompt: expected one text", param="prompt")
+        return body, text_ports, prompt_inputs(text_ports, body.prompt[0])
 
     async def detokenize(self, request: Request) -> ASGIApp:
         body = DetokenizeBody.parse(await self._object(request))
@@ -291,7 +294,7 @@ class Tokenize(Endpoint):
         self,
         request: Request,
         body: OpenAiBody,
-        ports: ChatPorts | TextPorts,
+        ports: AnswerPorts,
         inputs: Mapping[str, Any],
         template: Mapping[str, Any],
         tokens: list[int] | None = None,

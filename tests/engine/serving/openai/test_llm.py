@@ -252,6 +252,7 @@ def test_a_prompt_of_token_ids_is_that_of_its_text(client: openai.OpenAI, endpoi
         ("/v1/completions", {"prompt": [99_999_999]}, "prompt"),
         ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
         ("/tokenize", {"prompt": "a", "no_such": 1}, "no_such"),
+        ("/tokenize", {"messages": ASKED, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": []}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "prompt"),
         ("/detokenize", {"tokens": ["1"]}, "tokens"),
