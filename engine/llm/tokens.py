@@ -405,8 +405,14 @@ def mapped(value: Any, change: Callable[[str], str], where: str = "messages") ->
 
 def _mark_end(turns: list[dict[str, Any]]) -> str:
     """Append a private-use character that no message has to the last one; return it."""
-    text = repr(turns)
-    end = next((chr(code) for code in reversed(_MARKS) if chr(code) not in text), "")
+    present: set[str] = set()
+
+    def collect(text: str) -> str:
+        present.update(text)
+        return text
+
+    mapped(turns, collect)
+    end = next((chr(code) for code in reversed(_MARKS) if chr(code) not in present), "")
     if not end:
         raise InputError("messages: too many private characters to continue the last one", param="messages")
     turns[-1]["content"] += end

@@ -77,6 +77,13 @@ def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
     assert refused.value.param == "continue_final_message"
 
 
+def test_private_characters_of_a_message_are_no_end_of_the_last() -> None:
+    begun = [{"role": "user", "content": "Why \uf8fe not?"}, BEGUN[1]]
+    assert "\uf8fe not?" in prompt(tokens(), begun, continue_final_message=True)
+    with pytest.raises(InputError, match="leaves the last message out"):
+        prompt(tokens("{{ messages[0].content }}"), begun, continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
