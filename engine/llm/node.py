@@ -20,7 +20,7 @@ from weftline.engine.llm.model_check import checked_adapter, checked_model, mode
 from weftline.engine.llm.options import LlmConfig, check_options, round_limits
 from weftline.engine.llm.output import RequestOutput, prompt_outputs
 from weftline.engine.llm.params import SamplingParams
-from weftline.engine.llm.ports import TENANT, answer_outputs, head_ports, request_inputs
+from weftline.engine.llm.ports import TENANT, answer_outputs, cache_owner, head_ports, read_name, request_inputs
 from weftline.engine.llm.request import LlmRequestOptions, TokenUpdate
 from weftline.engine.llm.retention import PRIORITY_TEMPLATE, Retention, read_retention
 from weftline.engine.llm.sequence import check_tokens, urgency_ms
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 _NO_TOOLS = ToolRequest()
 STEPS_KEPT = 256
 """Most steps that share the node whose fixed prompts are kept as tokens."""
-
-NAME_CHARS_MAX = 256
-"""Most characters of a tenant or adapter name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +249,7 @@ class Llm(StreamNode):
                 urgency.priority,
                 request.deadline_ms,
                 _salt(request),
-                _name(inputs, "adapter"),
+                read_name(inputs, "adapter"),
                 (*template, *read_retention(inputs.get("retention"))), pool,
                 shared=fixed if inputs.get("messages") is None else 0,  # a conversation may be all the caller's
                 images=prepared.images,
@@ -517,13 +514,6 @@ class Llm(StreamNode):
         return self._engine, self._tokens
 
 
-def _name(inputs: Mapping[str, Any], port_name: str) -> str:
-    name = inputs.get(port_name) or ""
-    if not isinstance(name, str) or len(name) > NAME_CHARS_MAX:
-        raise InputError(f"{port_name}: expected a text of at most {NAME_CHARS_MAX} characters")
-    return name
-
-
 def _turns(system: str, prompt: str) -> list[dict[str, str]]:
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
@@ -534,9 +524,8 @@ def _now_ms() -> float:
 
 def _salt(request: _Request) -> bytes:
     """Return the cache salt of a request's program, caller and tenant; b'' for none."""
-    program, caller, tenant = request.urgency.program, request.urgency.caller, _name(request.inputs, "tenant")
-    own = f"{program}|" if program else ""
-    return f"{own}{len(caller)}:{caller}:{tenant}".encode() if own or caller or tenant else b""
+    urgency, tenant = request.urgency, read_name(request.inputs, "tenant")
+    return cache_owner(urgency.program, urgency.caller, tenant).encode()
 
 
 def _take_pictures(images: ImageReader, request: _Request, cancelled: Callable[[], bool]) -> Taken:

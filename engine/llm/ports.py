@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from weftline.engine.llm.options import LlmConfig
+from weftline.errors import InputError
 from weftline.nodes.embed import embedding_width
 from weftline.nodes.ports import Port, Ports, port
 
+NAME_CHARS_MAX = 256
+"""Most characters of a tenant or adapter name."""
+
 TENANT = port("tenant", "text", optional=True, about="separates cached prompts of a caller's tenants")
+
+
+def read_name(inputs: Mapping[str, Any], port_name: str) -> str:
+    """Return the tenant or adapter in an input, '' for none; InputError if it is not a name."""
+    name = inputs.get(port_name) or ""
+    if not isinstance(name, str) or len(name) > NAME_CHARS_MAX:
+        raise InputError(f"{port_name}: expected a text of at most {NAME_CHARS_MAX} characters")
+    return name
+
+
+def cache_owner(program: int, caller: str, tenant: str) -> str:
+    """Return a text of its own for each program, caller and tenant, which share no cached prompt; '' for none."""
+    own = f"{program}|" if program else ""
+    return f"{own}{len(caller)}:{caller}:{tenant}" if own or caller or tenant else ""
 
 
 def request_inputs(*images: Port) -> tuple[Port, ...]:

@@ -14,6 +14,7 @@ import msgspec
 from weftline.engine.llm.external.options import ExternalLlmConfig
 from weftline.engine.llm.external.servers import SERVERS, Server
 from weftline.engine.llm.params import SamplingParams, sampling_error
+from weftline.engine.llm.ports import cache_owner, read_name
 from weftline.engine.llm.tokens import check_messages, mapped
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.errors import InputError
@@ -23,7 +24,6 @@ BODY_BYTES_MAX = 64 << 20
 ANSWER_BYTES_MIN, TOKEN_BYTES_MAX, ANSWER_BYTES_MAX = 1 << 20, 8 << 10, 256 << 20
 """Longest response: some bytes for each token that was requested. A chunk has about 300 bytes around its text, and 20
 log-probabilities take 3 000."""
-NAME_CHARS_MAX = 256
 SEEDS = 1 << 31
 """Seeds derived from a request's are below this: some servers keep seeds in 32 bits or in a float."""
 SCHEMA_NAME = "answer"
@@ -74,7 +74,7 @@ def chat_request(
         **_other_forms(params, config.server),
         **_tools(inputs, server),
     }
-    salt = _salt(secret, program, caller, inputs.get("tenant"))
+    salt = _salt(secret, cache_owner(program, caller, read_name(inputs, "tenant")))
     if salt and server.salted:
         body["cache_salt"] = salt
     bytes_max = min(ANSWER_BYTES_MIN + params.n * params.tokens_max * TOKEN_BYTES_MAX, ANSWER_BYTES_MAX)
@@ -160,14 +160,9 @@ def _tools(inputs: Mapping[str, Any], server: Server) -> dict[str, Any]:
     return found
 
 
-def _salt(secret: bytes, program: int, caller: str, tenant: object) -> str:
-    """Return a text that other clients of the server cannot guess, for a program, caller and tenant; '' for none."""
-    if tenant is not None and (not isinstance(tenant, str) or len(tenant) > NAME_CHARS_MAX):
-        raise InputError(f"tenant: expected a text of at most {NAME_CHARS_MAX} characters")
-    if not (program or caller or tenant):
-        return ""
-    own = f"{program}|" if program else ""
-    return hmac.new(secret, f"{own}{len(caller)}:{caller}:{tenant or ''}".encode(), hashlib.sha256).hexdigest()
+def _salt(secret: bytes, owner: str) -> str:
+    """Return a text that other clients of the server cannot guess, for an owner of cached prompts; '' for none."""
+    return hmac.new(secret, owner.encode(), hashlib.sha256).hexdigest() if owner else ""
 
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
