@@ -96,7 +96,7 @@ class EmbedConfig:
     model: str
     pooling: str | None = None
     normalise: bool | None = None
-    dimensions: Annotated[int | None, REQUEST] = None
+    dimensions: int | None = None
     prompt: Annotated[str | None, REQUEST] = None
     prefix: Annotated[str | None, REQUEST] = None
     precision: str = "float32"
