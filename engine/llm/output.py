@@ -87,7 +87,7 @@ class _Answer:
 
     parser: AnswerParser | None = None
     texts: list[str] = field(default_factory=list)
-    logprobs: list[SampledToken] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # as the outputs have them
     latest: TokenUpdate = field(default_factory=lambda: _EMPTY)
 
     @property
@@ -157,8 +157,9 @@ class RequestOutput:
         answer.latest = self._latest = update
         scored: dict[str, Any] = {}
         if update.logprobs:
-            answer.logprobs += update.logprobs
-            scored = {"logprobs": list(map(self._token, update.logprobs))} if self.streams else {}
+            new = list(map(self._token, update.logprobs))
+            answer.logprobs += new
+            scored = {"logprobs": new} if self.streams else {}
         if update.prompt_logprobs:
             self._prompt = update.prompt_logprobs
         if answer.parser is None:
@@ -209,7 +210,7 @@ class RequestOutput:
         if parts.calls:
             body["tool_calls"] = list(parts.calls)
         if answer.logprobs:
-            body["logprobs"] = [self._token(one) for one in answer.logprobs]
+            body["logprobs"] = answer.logprobs
         return body
 
     def _token(self, one: SampledToken) -> dict[str, Any]:
