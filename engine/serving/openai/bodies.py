@@ -46,6 +46,10 @@ RENAMED = {"max_tokens": "tokens_max", "max_completion_tokens": "tokens_max", "m
 WRONG_FIELDS_MAX, FIELD_CHARS_MAX = 8, 60
 """Most fields that the error of unknown fields lists, and characters of each."""
 
+EMBEDDING_TEXTS_MAX = 2048
+"""Most texts of a call to /v1/embeddings, as at OpenAI."""
+
+_BATCH_MAX = "limits.batch_max is"
 _APART = {*CONSTRAINTS, *RENAMED.values(), "echo", "logprobs", "prompt_logprobs"}
 """Keys of `sampling` that no field has under the same name and in the same form."""
 
@@ -114,11 +118,13 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     """Fields of every body; null is an absent value.
 
     texts:          names of the fields with texts.
+    texts_limit:    words of an error before the most texts of a field.
     refused:        fields that are refused, with the values that change nothing.
     without_effect: fields that change no answer, with the reason.
     """
 
     texts: ClassVar[tuple[str, ...]] = ()
+    texts_limit: ClassVar[str] = _BATCH_MAX
     refused: ClassVar[Refusals] = {}
     without_effect: ClassVar[Mapping[str, str]] = {}
 
@@ -169,7 +175,7 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
     @classmethod
     def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
         """Return the values of fields that have another form in the request."""
-        return {name: _texts(name, fields.get(name), texts_max) for name in cls.texts}
+        return {name: _texts(name, fields.get(name), texts_max, cls.texts_limit) for name in cls.texts}
 
 
 def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[int]]:
@@ -179,15 +185,16 @@ def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[i
     if not isinstance(value, list) or not any(isinstance(one, list) for one in value):
         return [*_texts(field, value, texts_max)]
     if len(value) > (texts_max or len(value)):
-        raise HttpError(f"{field}: found {len(value)} prompts, limits.batch_max is {texts_max}", param=field)
+        raise HttpError(f"{field}: found {len(value)} prompts, {_BATCH_MAX} {texts_max}", param=field)
     if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
         raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
     return value
 
 
-def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) -> list[str]:
+def _texts(field: str, value: Any, texts_max: int | None, limit: str = _BATCH_MAX, single: bool = False) -> list[str]:
     """Return the texts of a field: a text, or a list of texts, or of documents, which are texts or have one.
 
+    limit:  as OpenAiBody.texts_limit.
     single: documents may be one text.
     """
     texts = [value] if isinstance(value, str) and (field != "documents" or single) else value
@@ -200,7 +207,6 @@ def _texts(field: str, value: Any, texts_max: int | None, single: bool = False) 
         expected = objects if field == "documents" else "a text, or a list of texts"
         raise HttpError(f"{field}: expected {expected}", param=field)
     if texts_max is not None and len(texts) > texts_max:
-        limit = "expected at most" if field == "input" else "limits.batch_max is"
         raise HttpError(f"{field}: found {len(texts)} texts, {limit} {texts_max}", param=field)
     return texts
 
@@ -455,6 +461,7 @@ class EmbeddingBody(TruncatingBody, frozen=True, kw_only=True):
     """Body of /v1/embeddings."""
 
     texts = ("input",)
+    texts_limit = "expected at most"
     refused = EMBEDDING_REFUSED
     without_effect = POOLING_WITHOUT_EFFECT
 

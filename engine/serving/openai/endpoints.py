@@ -31,6 +31,7 @@ from weftline.engine.serving.http.responses import DONE, JSON, EventStream, even
 from weftline.engine.serving.lifecycle import gather_or_cancel
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
+    EMBEDDING_TEXTS_MAX,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -379,10 +380,6 @@ async def chunks(
 
 
 # other routes
-
-
-EMBEDDING_TEXTS_MAX = 2048
-"""Most texts of a call, as at OpenAI."""
 
 
 class Embeddings(Endpoint):
