@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weftline.engine.llm.answer_parser import ID_CHARS
+
 _SINGLE_CALLS = re.compile(r"single tool-calls|tool_calls\s*\|\s*length\s*(==|!=|>)\s*1\b")
 """Of templates that raise on several calls of one message."""
 _SHORT_IDS = re.compile(r"length\s*!=\s*9\b")
-ID_CHARS = 9
 
 Turn = dict[str, Any]
 
