@@ -433,8 +433,8 @@ def test_recordings_and_speech_have_the_priority_of_the_request(endpoint: Hosted
     backend.asked.clear()
     spoken = httpx.post(f"{endpoint.url}/v1/audio/speech", json={"model": "voice", "input": "a", "priority": 3})
     form = {"model": "ears", "priority": "3"}
-    heard = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=form, files={"file": b"RIFF"})
-    assert (spoken.status_code, heard.status_code) == (200, 200)
+    transcribed = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=form, files={"file": b"RIFF"})
+    assert (spoken.status_code, transcribed.status_code) == (200, 200)
     assert [one.priority for one in backend.asked] == [-3, -3]
     form["priority"] = "high"
     refused = httpx.post(f"{endpoint.url}/v1/audio/transcriptions", data=form, files={"file": b"RIFF"})
