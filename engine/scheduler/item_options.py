@@ -25,7 +25,7 @@ from weftline.pipelines.spec.policy import CallPolicy
 
 
 class _Key(NamedTuple):
-    """What distinguishes two numbers; `options`: the request options, encoded."""
+    """Values that distinguish two numbers; `options`: the request options, encoded."""
 
     name: str
     program: int
