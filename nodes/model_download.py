@@ -437,7 +437,10 @@ def _fill(system: Any, file: _Listed, part: Path, url: str) -> str:
         local.flush()
         os.fsync(local.fileno())
     if have != file.size_bytes:
-        raise ModelError(f"model {url}: {file.path} ends after {have} of {file.size_bytes} bytes")
+        raise ModelError(
+            f"model {url}: {file.path} ends after {have} of {file.size_bytes} bytes: it changed in the store while it "
+            "was downloaded, or its end did not arrive\n    fix: fetch it again"
+        )
     return whole.hexdigest()
 
 

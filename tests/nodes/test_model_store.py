@@ -259,6 +259,18 @@ def test_a_model_that_changes_during_its_download_is_refused(url: str) -> None:
         fetch(url, None, {}, change)
 
 
+def test_a_file_that_is_cut_during_its_download_is_refused(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/m"
+    put(url, FILES)
+
+    def cut(line: str) -> None:
+        if line.startswith("config.json"):
+            (tmp_path / "m" / "config.json").write_bytes(b"")
+
+    with pytest.raises(ModelError, match="ends after 0 of 2 bytes: it changed in the store"):
+        fetch(url, None, {}, cut)
+
+
 def test_pins_of_two_commands_are_both_kept(tmp_path: Path, url: str) -> None:
     model = fetch(url, None, {}, ignore)
     urls = [f"memory://pinned/{place}" for place in range(8)]
