@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import time
 from collections.abc import Callable, Coroutine
@@ -50,7 +51,10 @@ UNREAD_BYTES_MAX = 32 << 20
 """Most received bytes of all connections that are not parsed yet."""
 
 SLICE_BYTES, CHUNKED_BYTES = 1 << 10, 4 << 10
-"""Bytes that are parsed at a time: of headers, which may be those of many requests, and of a chunked body."""
+"""Most bytes that are parsed at a time: of headers, and of a chunked body."""
+
+BLANK_LINE = re.compile(rb"\n\r?\n")
+"""Ends the headers, and a chunked body: the next request may begin behind it, which waits for the answer."""
 
 CLOSE_S = 1.0
 """Time for a client to take the rest of a response when its connection is closed for another."""
@@ -218,8 +222,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 if not blocked:
                     self._parse_kept()
                 return
-            size = self._body_left or (CHUNKED_BYTES if self._in_body else SLICE_BYTES)
-            part = data[at : at + size]
+            part = data[at : at + self._part_bytes(data, at)]
             at += len(part)
             if not self._sending:
                 self._expect_request()
@@ -227,6 +230,14 @@ class LimitedProtocol(HttpToolsProtocol):
             super().data_received(part)
             if max(self._unparsed, self._headers_bytes) > self._limits.metadata_bytes_max and self._sending:
                 self._refuse_headers()
+
+    def _part_bytes(self, data: bytes, at: int) -> int:
+        """Return the bytes to parse at a time: the rest of a body, or up to an end of headers or of a chunked body."""
+        if self._body_left:
+            return self._body_left
+        size = CHUNKED_BYTES if self._in_body else SLICE_BYTES
+        found = BLANK_LINE.search(data, at, at + size)
+        return found.end() - at if found else size
 
     def _blocked(self) -> bool:
         """Return True while a request has no answer, or a body waits to be taken."""
