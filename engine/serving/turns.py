@@ -36,13 +36,20 @@ class Turns:
 
     def __init__(self, short: bool = False) -> None:
         self._short = short
+        self._until_s: float | None = None  # end of the time for connections that have just received bytes
         self._backlog: deque[Working] = deque()
         self._new_backlog: deque[Working] = deque()
 
-    @property
-    def turn_s(self) -> float:
-        """Time for the work of a connection that has just received bytes."""
-        return SHORT_TURN_S if self._backlog or self._new_backlog else TURN_S
+    def turn_s(self, now_s: float) -> float:
+        """Return the time for the work of a connection that has just received bytes: all share TURN_S in a turn."""
+        if self._until_s is None:
+            self._until_s = now_s + TURN_S
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        left_s = max(0.0, self._until_s - now_s)
+        return min(left_s, SHORT_TURN_S) if self._backlog or self._new_backlog else left_s
+
+    def _end_turn(self) -> None:
+        self._until_s = None
 
     def continue_soon(self, connection: Working) -> None:
         """Let a connection go on with received work; one connection does in each turn of the loop, new ones in some."""

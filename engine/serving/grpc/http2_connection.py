@@ -130,7 +130,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
             self._unread = memoryview(bytes(self._unread) + bytes(received))
         else:
             self._unread = received
-            self._run_turn(now_s + server.turns.turn_s)
+            self._run_turn(now_s + server.turns.turn_s(now_s))
 
     def eof_received(self) -> bool:
         return False
@@ -155,7 +155,7 @@ class GrpcConnection(asyncio.BufferedProtocol):
         self._unread = _NO_BYTES
         self._held_back.clear()
         self._closed_streams.extend(self.http2.close())
-        self._end_streams(self.server.turns.turn_s)
+        self._end_streams(self.server.turns.turn_s(time.monotonic()))
         if self._settle_timer is not None:
             self._settle_timer.cancel()
         while self._settling:

@@ -207,7 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._kept:
             self._keep(self._kept + data)
         else:
-            self._parse(data, self._shared.turns.turn_s)
+            self._parse(data, self._shared.turns.turn_s(time.monotonic()))
 
     def _parse(self, data: bytes, turn_s: float) -> None:
         """Parse bytes up to the end of a request; keep the rest while that request has no answer.

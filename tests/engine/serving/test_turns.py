@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import time
 
-from weftline.engine.serving.turns import NEW_PAUSE, Turns
+import pytest
+
+from weftline.engine.serving.turns import NEW_PAUSE, SHORT_TURN_S, TURN_S, Turns
 
 TASK_S = 0.005
 
@@ -47,3 +49,17 @@ def test_new_connections_pause_for_what_their_requests_take_as_well() -> None:
 
 def test_connections_with_rights_do_not_pause() -> None:
     assert min(gaps(new=False)) < (1 + NEW_PAUSE) * TASK_S
+
+
+def test_connections_that_receive_in_the_same_turn_share_its_time() -> None:
+    async def run() -> None:
+        turns = Turns()
+        assert turns.turn_s(5.0) == pytest.approx(TURN_S)
+        assert turns.turn_s(5.0 + TURN_S / 4) == pytest.approx(TURN_S * 3 / 4)
+        assert turns.turn_s(5.0 + 2 * TURN_S) == 0.0
+        await asyncio.sleep(0)
+        assert turns.turn_s(6.0) == pytest.approx(TURN_S)
+        turns.continue_soon(Connection(turns, False))
+        assert turns.turn_s(6.0) == SHORT_TURN_S
+
+    asyncio.run(run())
