@@ -147,7 +147,7 @@ class AudioClaim:
         return self.frames * (self.channels * NS_PER_VALUE + resampling) / 1e6
 
 
-def decode_audio(data: bytes, seconds_max: float = SECONDS_MAX) -> np.ndarray:
+def decode_audio(data: bytes | memoryview, seconds_max: float = SECONDS_MAX) -> np.ndarray:
     """Return the recording in `data` as float32[samples], mono (channels averaged), 16 kHz.
 
     InputError for other formats, rates outside 8 to 192 kHz, more than 8 channels, more than `seconds_max` claimed or
@@ -159,7 +159,7 @@ def decode_audio(data: bytes, seconds_max: float = SECONDS_MAX) -> np.ndarray:
     return samples
 
 
-def audio_claim(data: bytes, seconds_max: float = SECONDS_MAX) -> AudioClaim:
+def audio_claim(data: bytes | memoryview, seconds_max: float = SECONDS_MAX) -> AudioClaim:
     """Return a recording's length. InputError as in `decode_audio`.
 
     Where a header has no exact figure (MP3, streams), frames are decoded and counted, and none is kept.
@@ -175,7 +175,7 @@ def audio_claim(data: bytes, seconds_max: float = SECONDS_MAX) -> AudioClaim:
         return AudioClaim(frames, rate, int(file.channels))
 
 
-def decode_audio_into(data: bytes, claim: AudioClaim, samples: np.ndarray) -> None:
+def decode_audio_into(data: bytes | memoryview, claim: AudioClaim, samples: np.ndarray) -> None:
     """Decode a recording into `samples`, float32 of its claim's length, block by block."""
     with _opened(data) as file:
         try:
@@ -185,7 +185,7 @@ def decode_audio_into(data: bytes, claim: AudioClaim, samples: np.ndarray) -> No
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
+def _opened(data: bytes | memoryview) -> Iterator[Any]:
     import soundfile
 
     try:
@@ -195,7 +195,7 @@ def _opened(data: bytes) -> Iterator[Any]:
         raise InputError(_CORRUPT.format("audio")) from None
 
 
-def check_magic(data: bytes) -> None:
+def check_magic(data: bytes | memoryview) -> None:
     """Raise InputError for other formats, and for a WAV that is truncated or has too many chunks."""
     head = bytes(data[:12])
     if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
@@ -206,7 +206,7 @@ def check_magic(data: bytes) -> None:
         raise InputError(_REFUSED)
 
 
-def _check_wav(data: bytes) -> None:
+def _check_wav(data: bytes | memoryview) -> None:
     """Refuse a WAV whose data chunk is longer than the file, which libsndfile would shorten, or with many chunks."""
     at, found = 12, False
     for _ in range(CHUNKS_MAX):
@@ -225,7 +225,7 @@ def _check_wav(data: bytes) -> None:
         raise InputError(_CORRUPT.format("WAV"))
 
 
-def has_exact_header(data: bytes) -> bool:
+def has_exact_header(data: bytes | memoryview) -> bool:
     """Return True for a WAV of plain samples or a FLAC whose header has the length and is parsed in a short time."""
     if data[:4] == b"RIFF":
         return _has_plain_chunks(data)
@@ -242,7 +242,7 @@ def has_exact_header(data: bytes) -> bool:
     return False
 
 
-def _has_plain_chunks(data: bytes) -> bool:
+def _has_plain_chunks(data: bytes | memoryview) -> bool:
     """Return whether a RIFF file is of plain samples, with chunks up to its end; libsndfile searches for lost ones."""
     at, plain = 12, False
     for _ in range(CHUNKS_MAX):

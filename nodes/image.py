@@ -112,30 +112,31 @@ class ImageHeader:
         return (self.pixels * ns_per_pixel + encoded_bytes * self.ns_per_byte + metadata) / 1e6
 
 
-def read_header(data: bytes) -> ImageHeader:
+def read_header(data: bytes | memoryview) -> ImageHeader:
     """Parse the header of `data`. InputError: other formats, and truncated headers."""
+    head = bytes(data[:12])
     try:
-        if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        if head.startswith(b"\x89PNG\r\n\x1a\n"):
             return _png(data)
-        if data.startswith(b"\xff\xd8\xff"):
+        if head.startswith(b"\xff\xd8\xff"):
             return _jpeg(data)
-        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        if head[:4] == b"RIFF" and head[8:] == b"WEBP":
             return _webp(data)
-        if data.startswith((b"GIF87a", b"GIF89a")):
+        if head.startswith((b"GIF87a", b"GIF89a")):
             return _gif(data)
-        if data.startswith(b"BM"):
+        if head.startswith(b"BM"):
             return _bmp(data)
     except (struct.error, IndexError):
         raise InputError("the picture is truncated: its header ends early") from None
-    name = next((name for magic, name in REFUSED if data.startswith(magic)), "")
-    if data[4:8] == b"ftyp":
-        name = _BRANDS.get(bytes(data[8:12]), "HEIF, AVIF or video")
+    name = next((name for magic, name in REFUSED if head.startswith(magic)), "")
+    if head[4:8] == b"ftyp":
+        name = _BRANDS.get(head[8:], "HEIF, AVIF or video")
     found = f"a {name} file" if name else "no picture that is known"
     fix = "\n    fix: save it as PNG or JPEG" if name else ""
     raise InputError(f"{found}; pictures are {', '.join(FORMATS)}{fix}")
 
 
-def _png(data: bytes) -> ImageHeader:
+def _png(data: bytes | memoryview) -> ImageHeader:
     if data[12:16] != b"IHDR":
         raise InputError("the picture is corrupt: a PNG without its header chunk")
     width, height = struct.unpack_from(">II", data, 16)
@@ -156,7 +157,7 @@ def _png(data: bytes) -> ImageHeader:
     return ImageHeader("PNG", width, height, frames, metadata)
 
 
-def _jpeg(data: bytes) -> ImageHeader:
+def _jpeg(data: bytes | memoryview) -> ImageHeader:
     """Return the claims of a JPEG, whose markers are parsed up to its first scan."""
     at, metadata, size = 2, 0, None
     for _ in range(MARKERS_MAX):
@@ -185,17 +186,17 @@ def _jpeg(data: bytes) -> ImageHeader:
     raise InputError(f"a JPEG of more than {MARKERS_MAX} markers and fill bytes before its picture")
 
 
-def _count(data: bytes, found: bytes, start: int) -> int:
+def _count(data: bytes | memoryview, found: bytes, start: int) -> int:
     """Return how often two bytes occur; more than SCANS_MAX are not counted."""
     count = 0
     for at in range(start, len(data), _SEARCH_BYTES):
-        count += data.count(found, at, at + _SEARCH_BYTES + 1)
+        count += bytes(data[at : at + _SEARCH_BYTES + 1]).count(found)
         if count > SCANS_MAX:
             break
     return count
 
 
-def _gif(data: bytes) -> ImageHeader:
+def _gif(data: bytes | memoryview) -> ImageHeader:
     """Return the claims of a GIF; its blocks before the first frame are counted."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
@@ -212,7 +213,7 @@ def _gif(data: bytes) -> ImageHeader:
     raise InputError(f"a GIF of more than {CHUNKS_MAX} blocks before its first frame")
 
 
-def _webp(data: bytes) -> ImageHeader:
+def _webp(data: bytes | memoryview) -> ImageHeader:
     kind = data[12:16]
     if kind == b"VP8X":
         width = 1 + int.from_bytes(data[24:27], "little")
@@ -228,7 +229,7 @@ def _webp(data: bytes) -> ImageHeader:
     raise InputError("the picture is corrupt: a WebP without a picture chunk")
 
 
-def _webp_metadata(data: bytes) -> int:
+def _webp_metadata(data: bytes | memoryview) -> int:
     at, metadata = 12, 0
     for _ in range(MARKERS_MAX):
         if at + 8 > len(data):
@@ -239,7 +240,7 @@ def _webp_metadata(data: bytes) -> int:
     raise InputError(f"a WebP of more than {MARKERS_MAX} chunks")
 
 
-def _bmp(data: bytes) -> ImageHeader:
+def _bmp(data: bytes | memoryview) -> ImageHeader:
     if struct.unpack_from("<I", data, 14)[0] < 40:
         raise InputError("a BMP of a form older than Windows 3; save it as PNG")
     width, height = struct.unpack_from("<ii", data, 18)
@@ -265,7 +266,7 @@ BAND_PIXELS = 1 << 18
 """Pixels that are converted at a time, which bounds the working memory of conversion."""
 
 
-def decode_image(data: bytes, pixels_max: int = PIXELS_MAX) -> np.ndarray:
+def decode_image(data: bytes | memoryview, pixels_max: int = PIXELS_MAX) -> np.ndarray:
     """Return the picture in `data` (PNG, JPEG, WebP, BMP, or a GIF's first frame) as uint8[H, W, 3], turned upright.
 
     Transparent parts are shown on white. InputError for other formats, animations, and anything over a limit or
@@ -276,7 +277,7 @@ def decode_image(data: bytes, pixels_max: int = PIXELS_MAX) -> np.ndarray:
     return buffer.reshape(decode_image_into(data, header, buffer))
 
 
-def image_claim(data: bytes, pixels_max: int = PIXELS_MAX) -> ImageHeader:
+def image_claim(data: bytes | memoryview, pixels_max: int = PIXELS_MAX) -> ImageHeader:
     """Return a picture's header fields, with its decoded size. InputError as in `decode_image`."""
     header = read_header(data)
     check_header(header, pixels_max)
@@ -287,7 +288,7 @@ def image_claim(data: bytes, pixels_max: int = PIXELS_MAX) -> ImageHeader:
     return header
 
 
-def decode_image_into(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, int, int]:
+def decode_image_into(data: bytes | memoryview, header: ImageHeader, buffer: np.ndarray) -> tuple[int, int, int]:
     """Decode a picture into `buffer`, flat uint8 of 3 bytes for each pixel of its claim, and return its shape."""
     with _opened(data, header) as opened:
         image = _upright(opened)
@@ -300,7 +301,7 @@ def decode_image_into(data: bytes, header: ImageHeader, buffer: np.ndarray) -> t
 
 
 @contextmanager
-def _opened(data: bytes, header: ImageHeader) -> Iterator[Image.Image]:
+def _opened(data: bytes | memoryview, header: ImageHeader) -> Iterator[Image.Image]:
     """Open a picture for decoding; InputError when that or anything inside fails."""
     from PIL import Image
 

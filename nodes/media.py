@@ -121,6 +121,7 @@ def to_value(type: PortType, raw: Any, limits: MediaLimits = MediaLimits()) -> A
     if type.kind == "list":
         return _list(type, raw, limits)
     raw = _within(raw, limits, type.kind)
+    raw = bytes(raw) if isinstance(raw, bytearray | memoryview) else raw
     return _CONVERT.get(type.kind, _as_it_is)(type, raw, limits)
 
 
@@ -136,7 +137,7 @@ class Encoded:
     """A picture or recording within limits by its header, which is not decoded yet.
 
     kind:          `image` or `audio`.
-    data:          the encoded bytes.
+    data:          the encoded bytes; a view is read-only.
     limit:         pixels_max or seconds_max.
     size_bytes:    what it decodes to.
     working_bytes: memory for decoding besides that.
@@ -148,7 +149,7 @@ class Encoded:
     """
 
     kind: str
-    data: bytes
+    data: bytes | memoryview
     limit: float
     size_bytes: int
     working_bytes: int
@@ -195,6 +196,8 @@ def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
     if type.kind not in ("image", "audio") or not isinstance(raw, bytes | bytearray | memoryview | str | Path):
         return None
     data = _within(raw, limits, type.kind)
+    if not _lasts(data):
+        data = bytes(data)
     if type.kind == "image":
         return encoded_image(data, limits.pixels_max)
     audio.check_magic(data)
@@ -202,7 +205,14 @@ def encoded(type: PortType, raw: Any, limits: MediaLimits) -> Encoded | None:
     return encoded_audio(data, limits.seconds_max, audio.audio_claim(data, limits.seconds_max) if exact else None)
 
 
-def encoded_image(data: bytes, pixels_max: int) -> Encoded:
+def _lasts(data: bytes | bytearray | memoryview) -> bool:
+    """Return True for bytes that no other code changes until they are decoded, which need no copy."""
+    if isinstance(data, memoryview):
+        return data.readonly and data.c_contiguous and data.format == "B" and data.ndim == 1
+    return isinstance(data, bytes)
+
+
+def encoded_image(data: bytes | memoryview, pixels_max: int) -> Encoded:
     """Return the decoding of a picture. InputError: its header is over a limit, or corrupt."""
     header = image.image_claim(data, pixels_max)
     cost_ms = header.decode_ms(len(data))
@@ -210,7 +220,7 @@ def encoded_image(data: bytes, pixels_max: int) -> Encoded:
     return Encoded("image", data, pixels_max, header.pixels * 3, header.working_bytes, cost_ms, decode)
 
 
-def encoded_audio(data: bytes, seconds_max: float, claim: audio.AudioClaim | None) -> Encoded:
+def encoded_audio(data: bytes | memoryview, seconds_max: float, claim: audio.AudioClaim | None) -> Encoded:
     """Return the decoding of a recording. claim: None where only decoding shows its length."""
     cost_ms = 1.0 + len(data) * audio.NS_PER_ENCODED_BYTE / 1e6
     one = Encoded("audio", data, seconds_max, UNKNOWN_BYTES, audio.WORKING_BYTES, cost_ms, _not_measured)
@@ -219,11 +229,11 @@ def encoded_audio(data: bytes, seconds_max: float, claim: audio.AudioClaim | Non
     return one
 
 
-def _decode_image(data: bytes, header: ImageHeader, buffer: np.ndarray) -> tuple[int, ...]:
+def _decode_image(data: bytes | memoryview, header: ImageHeader, buffer: np.ndarray) -> tuple[int, ...]:
     return image.decode_image_into(data, header, buffer)
 
 
-def _decode_audio(data: bytes, claim: audio.AudioClaim, buffer: np.ndarray) -> tuple[int, ...]:
+def _decode_audio(data: bytes | memoryview, claim: audio.AudioClaim, buffer: np.ndarray) -> tuple[int, ...]:
     audio.decode_audio_into(data, claim, buffer.view(np.float32))
     return (claim.samples,)
 
@@ -233,14 +243,14 @@ def _not_measured(buffer: np.ndarray) -> tuple[int, ...]:
 
 
 def _within(raw: Any, limits: MediaLimits, kind: str) -> Any:
-    """Return a value within `bytes_max`, files read and buffers made bytes."""
+    """Return a value within `bytes_max`, files read."""
     if isinstance(raw, str) and kind in ("image", "audio"):
         raw = Path(raw)
     if isinstance(raw, Path):
         raw = _read_file(raw, limits)
     if isinstance(raw, bytes | str | bytearray | memoryview) and len(raw) > limits.bytes_max:
         raise InputError(f"{len(raw)} bytes; the limit is {limits.bytes_max}")
-    return bytes(raw) if isinstance(raw, bytearray | memoryview) else raw
+    return raw
 
 
 _STACKED_DIMS: dict[str, tuple[int, ...]] = {"image": (4,), "audio": (2,), "tensor": tuple(range(1, 65))}

@@ -203,7 +203,7 @@ class DecodeProcess:
             if now_s >= ends_s:
                 raise _Overrun if now_s >= until_s else TimeoutError
 
-    def _write(self, data: bytes, at: int) -> None:
+    def _write(self, data: bytes | memoryview, at: int) -> None:
         view = memoryview(data)
         done = 0
         while done < len(view):

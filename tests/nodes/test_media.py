@@ -11,7 +11,9 @@ import soundfile
 from PIL import Image
 
 from weftline.errors import InputError
+from weftline.nodes import media
 from weftline.nodes.audio import resample
+from weftline.nodes.image import image_claim
 from weftline.nodes.media import MediaLimits, decode_audio, decode_image, to_value
 from weftline.nodes.ports import PortType
 
@@ -259,6 +261,22 @@ def test_image_arrays_and_pillow_pictures_are_taken() -> None:
             to_value(image, wrong)
     with pytest.raises(InputError, match="pixels_max is 5"):
         to_value(image, right, MediaLimits(pixels_max=5))
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
+def test_a_view_of_a_picture_gives_what_its_bytes_give(format: str) -> None:
+    data = encoded(format)
+    view = memoryview(b"..." + data)[3:]
+    assert image_claim(view) == image_claim(data)
+    assert decode_image(view).tobytes() == decode_image(data).tobytes()
+
+
+def test_only_views_that_may_change_are_copied() -> None:
+    image, data = PortType("image"), encoded("PNG")
+    read_only = media.encoded(image, memoryview(data), MediaLimits())
+    changing = media.encoded(image, memoryview(bytearray(data)), MediaLimits())
+    assert read_only is not None and isinstance(read_only.data, memoryview)
+    assert changing is not None and isinstance(changing.data, bytes)
 
 
 def test_paths_are_opened_only_for_callers_in_the_process(tmp_path: Path) -> None:

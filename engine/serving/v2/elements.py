@@ -128,10 +128,8 @@ def text_of(element: Element, type: str = "text") -> str:
     return text
 
 
-def _bytes(element: Element, type: str) -> bytes:
-    if not isinstance(element, str):
-        return bytes(element)
-    return element_bytes((element,))[0]
+def _bytes(element: Element, type: str) -> bytes | memoryview:
+    return element if not isinstance(element, str) else element_bytes((element,))[0]
 
 
 def _json(value: Any, type: str) -> Any:
