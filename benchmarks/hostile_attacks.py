@@ -170,11 +170,11 @@ async def unread_streams(target: Target) -> None:
     await hold(target, target.grpc_port, NO_WINDOW + opened(METHOD + b"ModelStreamInfer", 16, many, ATTACKER), 16, 10.0)
 
 
-async def json_documents(target: Target) -> None:
-    async def caller(size: int) -> None:
-        element = "[" + '{"a":[1]},' * (size // 10) + "1]"
-        tensor = {"name": "x", "datatype": "BYTES", "shape": [1], "data": [element]}
-        request = http_request("POST", "/v2/models/json/infer", json.dumps({"inputs": [tensor]}).encode())
+async def posts(target: Target, path: str, bodies: Sequence[bytes], count: int) -> None:
+    """Post each body from callers of their own, on a new connection each time."""
+
+    async def caller(body: bytes) -> None:
+        request = http_request("POST", path, body)
         while True:
             with contextlib.suppress(OSError):
                 reader, writer = await target.connect(target.http_port)
@@ -183,7 +183,16 @@ async def json_documents(target: Target) -> None:
                 writer.transport.abort()
             await asyncio.sleep(0.01)
 
-    await asyncio.gather(*(caller(100_000 if at % 2 else MIB) for at in range(20)))
+    await asyncio.gather(*(caller(bodies[at % len(bodies)]) for at in range(count)))
+
+
+async def json_documents(target: Target) -> None:
+    def body(size: int) -> bytes:
+        element = "[" + '{"a":[1]},' * (size // 10) + "1]"
+        tensor = {"name": "x", "datatype": "BYTES", "shape": [1], "data": [element]}
+        return json.dumps({"inputs": [tensor]}).encode()
+
+    await posts(target, "/v2/models/json/infer", [body(MIB), body(100_000)], 20)
 
 
 async def media(target: Target, model: str, kinds: Sequence[bytes]) -> None:
@@ -203,8 +212,16 @@ async def media(target: Target, model: str, kinds: Sequence[bytes]) -> None:
     await asyncio.gather(*(caller(kinds[at % len(kinds)]) for at in range(12)))
 
 
+def hostile_pictures() -> Sequence[bytes]:
+    return [jpeg_of_scans(6), jpeg_of_markers(3_700_000), png_of_chunks(1_200_000)]
+
+
 async def pictures(target: Target) -> None:
-    await media(target, "picture", [jpeg_of_scans(6), jpeg_of_markers(3_700_000), png_of_chunks(1_200_000)])
+    await media(target, "picture", hostile_pictures())
+
+
+async def pictures_http(target: Target) -> None:
+    await posts(target, "/run/picture", hostile_pictures(), 12)
 
 
 async def recordings(target: Target) -> None:
@@ -215,5 +232,6 @@ async def recordings(target: Target) -> None:
 ATTACKS: Mapping[str, Attack] = {
     "no-message": no_message, "idle": idle, "watches": watches, "handshakes": handshakes, "pipelined": pipelined,
     "slow-bodies": slow_bodies, "unread-grpc": unread_grpc, "unread-http": unread_http,
-    "unread-streams": unread_streams, "json": json_documents, "pictures": pictures, "recordings": recordings,
+    "unread-streams": unread_streams, "json": json_documents, "pictures": pictures,
+    "pictures-http": pictures_http, "recordings": recordings,
 }  # fmt: skip

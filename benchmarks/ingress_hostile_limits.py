@@ -16,6 +16,7 @@ Attacks on limits (hostile_attacks.py):
     unread-streams  16 connections, 16 streams with 8 answers each, unread     token
     json            20 callers with nested JSON of 1 MB, a second with 100 KB  token
     pictures        12 callers: 16 scans of 16 megapixels, 15 MB of markers    token
+    pictures-http   the same over HTTP                                         token
     recordings      12 callers: 244 bytes at 191 999 Hz, two minutes of FLAC   token
 
 Floods, as fast as the server takes them (hostile_floods.py):

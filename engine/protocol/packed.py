@@ -151,8 +151,8 @@ class Packed(msgspec.Struct, frozen=True):
             self.encoded.decode_into(buffer)
         elif self.items is not None:
             Layout((self,)).write(buffer)
-        else:
-            buffer[:] = self.data
+        else:  # numpy lets other threads run meanwhile
+            np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(self.data, np.uint8))
 
     def leaves(self) -> Iterator[Packed]:
         """Yield every part with bytes to write."""

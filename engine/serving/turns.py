@@ -36,6 +36,7 @@ class Turns:
 
     def __init__(self, short: bool = False) -> None:
         self._short = short
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._until_s: float | None = None  # end of the time for connections that have just received bytes
         self._backlog: deque[Working] = deque()
         self._new_backlog: deque[Working] = deque()
@@ -44,7 +45,8 @@ class Turns:
         """Return the time for the work of a connection that has just received bytes: all share TURN_S in a turn."""
         if self._until_s is None:
             self._until_s = now_s + TURN_S
-            asyncio.get_running_loop().call_soon(self._end_turn)
+            self._loop = self._loop or asyncio.get_running_loop()  # which makes a system call
+            self._loop.call_soon(self._end_turn)
         left_s = max(0.0, self._until_s - now_s)
         return min(left_s, SHORT_TURN_S) if self._backlog or self._new_backlog else left_s
 

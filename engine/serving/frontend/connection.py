@@ -13,7 +13,8 @@ into a block of the response buffer and announced by a FrontendResponse. So each
 direction, and no ingress process sees bytes of another.
 
 Ownership of blocks. The writer of a buffer allocates, the reader releases. The block of a request's inputs is freed by
-the ingress process when the first message about the request arrives, since the engine has then read its inputs. The
+the ingress process when the first message about the request arrives, since the engine has then read its inputs: for
+large bytes, which are copied first, that is InputsRead. The
 block of a response belongs to the reader from the moment its message is sent, until BlockReleased. A block that is not
 in use cannot be released: the allocator raises KeyError, and the connection closes.
 
@@ -47,9 +48,10 @@ from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import CANCELLED, NO_BLOCK, from_wire_error, to_wire_error
-from weftline.engine.serving.frontend.shared_buffer import SharedBuffer, detach, unpack_inputs
+from weftline.engine.serving.frontend.shared_buffer import PackedValues, SharedBuffer, detach, own_bytes, unpack_inputs
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.replies import clear_frames
 from weftline.engine.serving.unsent_budget import SMALL_BYTES, WAIT_S
 from weftline.errors import LimitReached, SessionClosed
 from weftline.shm.arena import HostArena
@@ -247,9 +249,10 @@ class FrontendConnection:
             self._send(msg.RequestFailed(number, CANCELLED))
         elif (error := task.exception()) is not None:
             self._send(msg.RequestFailed(number, to_wire_error(error)))
+            clear_frames(error)
 
     async def _respond(self, number: int, ask: Ask) -> None:
-        await self._check_json(ask)
+        ask = await self._read_inputs(number, ask)
         with await self._backend.ask(ask) as answer:
             if (size_bytes := answer.size_bytes) > SMALL_BYTES:
                 await self._wait_fetch(number, size_bytes)
@@ -270,15 +273,19 @@ class FrontendConnection:
         finally:
             del self._fetches[number]
 
-    async def _check_json(self, ask: Ask) -> None:
-        """Check the large JSON inputs of a request, which an untrusted process has parsed."""
-        for name, value in ask.inputs.items():
+    async def _read_inputs(self, number: int, ask: Ask) -> Ask:
+        """Copy large bytes, and check large JSON inputs, which an untrusted process has parsed."""
+        inputs, all_read = await own_bytes(ask.inputs)
+        if all_read:
+            self._send(msg.InputsRead(number))
+        for name, value in inputs.items():
             if isinstance(value, Packed):
                 await self._json.check(name, value, ask.caller)
+        return msgspec.structs.replace(ask, inputs=inputs)
 
     async def _stream(self, number: int, ask: Ask) -> None:
         window = self._windows[number] = _StreamWindow()
-        await self._check_json(ask)
+        ask = await self._read_inputs(number, ask)
         async with contextlib.aclosing(self._backend.stream(ask)) as chunks:
             async for chunk in chunks:
                 await window.wait()
@@ -296,7 +303,7 @@ class FrontendConnection:
         """Copy values into the response buffer once the socket is writable."""
         if self._transport is not None:
             await self._transport.wait_writable()
-        placement = self._responses.place(values)
+        placement = self._responses.place(PackedValues(values))
         try:
             return await placement.awrite(), placement.block
         except BaseException:

@@ -89,6 +89,12 @@ class SessionStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     models: dict[str, dict[str, Any]]
 
 
+class InputsRead(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The inputs of a request are copied, and their block is free."""
+
+    id: int
+
+
 class ResponseReady(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The outputs of a request are there; they are sent after FetchResponse. size_bytes: estimated."""
 
@@ -248,6 +254,7 @@ ToIngress = (
     Start
     | Catalog
     | SessionStats
+    | InputsRead
     | ResponseReady
     | FrontendResponse
     | ResponseChunk

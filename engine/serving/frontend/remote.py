@@ -13,7 +13,6 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,18 @@ from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer, Ask, Done
 from weftline.engine.serving.frontend import messages as msg
 from weftline.engine.serving.frontend.messages import NO_BLOCK, from_wire_error
-from weftline.engine.serving.frontend.shared_buffer import THREAD_COPY_BYTES, SharedBuffer, unpack_chunk, unpack_outputs
+from weftline.engine.serving.frontend.shared_buffer import (
+    THREAD_COPY_BYTES,
+    PackedValues,
+    SharedBuffer,
+    unpack_chunk,
+    unpack_outputs,
+)
 from weftline.engine.serving.frontend.transport import FrontendTransport
 from weftline.engine.serving.logs import dropped_lines
 from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.statistics import ModelFigures
+from weftline.engine.serving.unsent_budget import WAIT_S
 from weftline.errors import LimitReached, SessionClosed, UnknownModel
 from weftline.shm.arena import HostArena
 
@@ -45,17 +51,8 @@ Response = msg.FrontendResponse | msg.ResponseReady
 """A response, or the announcement of a large one."""
 
 
-@dataclass(slots=True)
-class _PendingResponse:
-    """A sent request.
-
-    It stays until the engine has responded, even if cancelled, so that its block is not reused.
-
-    done: receives the response, its announcement, or the error, once; None: cancelled, or not fetched yet.
-    """
-
-    done: Callable[[Response | BaseException], None] | None
-    block: int
+Ended = Callable[[Response | BaseException], None]
+"""Receives the response of a request, its announcement, or the error, once."""
 
 
 class RemoteBackend:
@@ -72,7 +69,8 @@ class RemoteBackend:
         self._frame_bytes_max = frame_bytes_max
         self._transport: FrontendTransport | None = None
         self._ids = itertools.count(1)
-        self._pending: dict[int, _PendingResponse] = {}
+        self._pending: dict[int, Ended | None] = {}  # None: cancelled, or not fetched yet
+        self._blocks: dict[int, int] = {}  # of inputs, by request, until the engine has read them
         self._streams: dict[int, ResponseStream] = {}
         self._commands: dict[int, asyncio.Future[msg.CommandDone]] = {}
         self._permits: dict[int, asyncio.Future[msg.PermitTaken]] = {}
@@ -113,8 +111,8 @@ class RemoteBackend:
 
     async def ask(self, ask: Ask) -> Answer:
         number = next(self._ids)
-        block, body = await self._encode_request(number, ask, stream=False)
-        self._pending[number] = _PendingResponse(None, block)
+        body = await self._encode_request(number, ask, stream=False)
+        self._pending[number] = None
         self._send_bytes(body)
         return self._answer(number, await self._wait_response(number))
 
@@ -127,7 +125,7 @@ class RemoteBackend:
                 self._discard(response)
             _resolve(answered, response)
 
-        self._pending[number].done = ended
+        self._pending[number] = ended
         try:
             return await answered
         except asyncio.CancelledError:
@@ -144,12 +142,12 @@ class RemoteBackend:
     def try_submit(self, ask: Ask, done: Done) -> Callable[[], None] | None:
         if self._transport is not None and not self._transport.writable:
             return None
+        values = PackedValues(ask.inputs)
+        if values.size_bytes >= THREAD_COPY_BYTES:
+            return None
         number = next(self._ids)
-        placement = self._requests.place(ask.inputs)
+        placement = self._requests.place(values)
         try:
-            if placement.size_bytes >= THREAD_COPY_BYTES:
-                self._requests.free(placement.block)
-                return None
             body = self._encode(number, ask, placement.write(), ask.deadline_ms, stream=False)
         except BaseException:
             self._requests.free(placement.block)
@@ -162,7 +160,8 @@ class RemoteBackend:
                 answer = error
             done(answer)
 
-        self._pending[number] = _PendingResponse(ended, placement.block)
+        self._pending[number] = ended
+        self._blocks[number] = placement.block
         self._send_bytes(body)
 
         def cancel() -> None:
@@ -202,17 +201,16 @@ class RemoteBackend:
 
     def _cancel(self, number: int) -> bool:
         """Cancel a request; False if it has a response, or was cancelled before."""
-        pending = self._pending.get(number)
-        if pending is None or pending.done is None:
+        if self._pending.get(number) is None:
             return False
-        pending.done = None
+        self._pending[number] = None
         self._send(msg.CancelRequest(number))
         return True
 
     async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
         number = next(self._ids)
-        block, body = await self._encode_request(number, ask, stream=True)
-        stream = ResponseStream(number, block, self._requests, self._responses, self._send)
+        body = await self._encode_request(number, ask, stream=True)
+        stream = ResponseStream(number, self._responses, self._send)
         self._streams[number] = stream
         self._send_bytes(body)
         try:
@@ -255,11 +253,12 @@ class RemoteBackend:
 
     # sent messages
 
-    async def _encode_request(self, number: int, ask: Ask, *, stream: bool) -> tuple[int, bytes]:
-        """Place the inputs of a request; return their block and the encoded message."""
+    async def _encode_request(self, number: int, ask: Ask, *, stream: bool) -> bytes:
+        """Place the inputs of a request; return the encoded message."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        placement = self._requests.place(ask.inputs)
+        wait_s = WAIT_S if ask.deadline_ms is None else max(0.0, min(WAIT_S, ask.deadline_ms / 1000))
+        placement = await self._requests.place_in_turn(PackedValues(ask.inputs), ask.caller, wait_s)
         try:
             if self._transport is not None:
                 await self._transport.wait_writable()
@@ -271,7 +270,8 @@ class RemoteBackend:
         except BaseException:
             self._requests.free(placement.block)
             raise
-        return placement.block, body
+        self._blocks[number] = placement.block
+        return body
 
     def _encode(
         self, number: int, ask: Ask, inputs: dict[str, Value], deadline_ms: float | None, *, stream: bool
@@ -317,8 +317,12 @@ class RemoteBackend:
         elif isinstance(message, msg.ResponseReady):
             self._on_ready(message)
         elif isinstance(message, msg.ResponseChunk):
+            self._free_inputs(message.id)
             self._streams[message.id].put(message)
+        elif isinstance(message, msg.InputsRead):
+            self._free_inputs(message.id)
         elif isinstance(message, msg.StreamEnded):
+            self._free_inputs(message.id)
             self._streams.pop(message.id).end(message)
         elif isinstance(message, msg.RequestFailed):
             self._on_failure(message)
@@ -339,9 +343,9 @@ class RemoteBackend:
     def on_close(self) -> None:
         """Fail all open requests and commands: the engine has ended."""
         requests, self._pending = self._pending, {}
-        for pending in requests.values():
-            if pending.done is not None:
-                pending.done(SessionClosed(GONE))
+        for done in requests.values():
+            if done is not None:
+                done(SessionClosed(GONE))
         for command in self._commands.values():
             _resolve(command, SessionClosed(GONE))
         for permit in self._permits.values():
@@ -353,32 +357,34 @@ class RemoteBackend:
         self._permits.clear()
 
     def _on_response(self, response: msg.FrontendResponse) -> None:
-        pending = self._pending.pop(response.id)
-        self._requests.free(pending.block)
-        if pending.done is None:
+        done = self._pending.pop(response.id)
+        self._free_inputs(response.id)
+        if done is None:
             self._release(response.block)
         else:
-            pending.done(response)
+            done(response)
 
     def _on_ready(self, ready: msg.ResponseReady) -> None:
-        pending = self._pending[ready.id]
-        self._requests.free(pending.block)
-        pending.block = NO_BLOCK
-        done, pending.done = pending.done, None
+        self._free_inputs(ready.id)
+        done, self._pending[ready.id] = self._pending[ready.id], None
         if done is not None:  # else it was cancelled, and the engine has got that message
             done(ready)
 
     def _on_failure(self, failed: msg.RequestFailed) -> None:
         error = from_wire_error(failed.error)
+        self._free_inputs(failed.id)
         if failed.id in self._streams:
             self._streams.pop(failed.id).end(error)
         elif failed.id in self._commands:
             _resolve(self._commands.pop(failed.id), error)
         else:
-            pending = self._pending.pop(failed.id)
-            self._requests.free(pending.block)
-            if pending.done is not None:
-                pending.done(error)
+            done = self._pending.pop(failed.id)
+            if done is not None:
+                done(error)
+
+    def _free_inputs(self, number: int) -> None:
+        """Free the block of a request's inputs at the first message about it."""
+        self._requests.free(self._blocks.pop(number, NO_BLOCK))
 
 
 def _resolve(future: asyncio.Future[Any], result: Any) -> None:
@@ -395,23 +401,18 @@ class ResponseStream:
     """Receive side of one stream, with flow control. For one event loop.
 
     Chunks are copied from the response buffer as they are read, and WindowCredit follows the reads: a reader that stops
-    reading stops the engine's stream. The block of the request's inputs is freed by the first message.
+    reading stops the engine's stream.
 
-    block: block of the request's inputs in `requests`.
-    send:  sends a message to the engine.
+    send: sends a message to the engine.
     """
 
     def __init__(
         self,
         number: int,
-        block: int,
-        requests: SharedBuffer,
         responses: HostArena,
         send: Callable[[msg.FromIngress], None],
     ) -> None:
         self._number = number
-        self._block = block
-        self._requests = requests
         self._responses = responses
         self._send = send
         self._received: deque[msg.ResponseChunk | msg.StreamEnded | Exception] = deque()
@@ -453,7 +454,6 @@ class ResponseStream:
     # the engine
 
     def put(self, chunk: msg.ResponseChunk) -> None:
-        self._free_inputs()
         if self._closed:
             self._release(chunk)
             return
@@ -462,7 +462,6 @@ class ResponseStream:
 
     def end(self, end: msg.StreamEnded | Exception) -> None:
         """Mark the end of the stream, or its failure."""
-        self._free_inputs()
         self._ended = True
         self._received.append(end)
         self._arrived.set()
@@ -476,7 +475,3 @@ class ResponseStream:
     def _release(self, chunk: msg.ResponseChunk) -> None:
         if chunk.block != NO_BLOCK:
             self._send(msg.BlockReleased(chunk.block))
-
-    def _free_inputs(self) -> None:
-        block, self._block = self._block, NO_BLOCK
-        self._requests.free(block)

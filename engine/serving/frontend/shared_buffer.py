@@ -21,7 +21,8 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from weftline.engine.protocol.messages import Value
 from weftline.engine.protocol.packed import Layout, Packed, PendingTensor
 from weftline.engine.protocol.values import encoded_json, owned_json, pack, unpack
 from weftline.engine.result import owned
+from weftline.engine.runtime.byte_budget import RETRY_S, WaitQueue
 from weftline.engine.serving.frontend.messages import ARENA, NO_BLOCK
 from weftline.errors import InputError, LimitReached, StepError
 from weftline.nodes.detections import Detections
@@ -43,6 +45,9 @@ from weftline.shm.view import bytes_view
 
 THREAD_COPY_BYTES = 1 << 20
 """Size from which values are copied in a thread; a copy of 1 MiB takes about as long as the thread switch."""
+
+WAITING_MAX = 4096
+"""Most requests that wait for room in a buffer."""
 
 PENDING = "pending"
 """Kind of an encoded PendingTensor; all other kinds are the engine's."""
@@ -109,23 +114,38 @@ class SharedBuffer:
     def __init__(self, arena: HostArena) -> None:
         self.arena = arena
         self._allocator = Allocator(arena.size_bytes - arena.size_bytes % ALIGN_BYTES)
+        self._queue: WaitQueue[int] = WaitQueue(
+            contextlib.nullcontext(), lambda ticket, block: self.free(block), WAITING_MAX, "the request buffer is full"
+        )
 
     @property
     def taken_bytes(self) -> int:
         return self._allocator.taken_bytes
 
-    def place(self, values: Mapping[str, Any]) -> Placement:
-        """Allocate a block for the large ones of `values`; InputError for an unsupported value.
+    def place(self, values: PackedValues) -> Placement:
+        """Allocate a block for the large ones of `values`.
 
         Without a free block they travel inside the message: slower, with the socket's back-pressure.
         """
-        packed = {name: pack_value(value, name) for name, value in values.items()}
-        large = [one for one in packed.values() if not one.travels_inline]
-        if not large:
-            return Placement(packed, {}, None, None, NO_BLOCK)
-        layout = Layout(large)
-        offset = self._allocator.try_take(layout.size_bytes)
-        if offset is None:
+        return self._placement(values, self._allocator.try_take(values.size_bytes) if values.size_bytes else None)
+
+    async def place_in_turn(self, values: PackedValues, caller: Hashable, wait_s: float) -> Placement:
+        """Allocate a block, and wait for room where `values` are large; fair by caller.
+
+        LimitReached when too many wait, or after `wait_s`. Values larger than the buffer do not wait, as in `place`.
+        """
+        size = values.size_bytes
+        if not THREAD_COPY_BYTES <= size <= self.arena.size_bytes:
+            return self.place(values)
+        ticket = self._queue.enter(lambda: self._allocator.try_take(size), caller, size)
+        try:
+            return self._placement(values, await ticket.wait_async(wait_s))
+        except TimeoutError:
+            raise LimitReached(f"other requests took up all memory for inputs for {wait_s:g} s", RETRY_S) from None
+
+    def _placement(self, values: PackedValues, offset: int | None) -> Placement:
+        packed, layout = values.packed, values.layout
+        if layout is None or offset is None:
             return Placement(packed, {}, None, None, NO_BLOCK)
         place = Place(ARENA, offset, layout.size_bytes, offset, 0)
         names = [name for name, one in packed.items() if not one.travels_inline]
@@ -137,6 +157,23 @@ class SharedBuffer:
         """Free a block; no effect for NO_BLOCK. KeyError if it is not in use."""
         if block != NO_BLOCK:
             self._allocator.give_back(block)
+            self._queue.stir()
+
+
+class PackedValues:
+    """Values encoded without a copy; InputError for an unsupported one. layout: of the large ones, None without any."""
+
+    __slots__ = ("layout", "packed")
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.packed = {name: pack_value(value, name) for name, value in values.items()}
+        large = [one for one in self.packed.values() if not one.travels_inline]
+        self.layout = Layout(large) if large else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the large ones."""
+        return self.layout.size_bytes if self.layout is not None else 0
 
 
 class Placement:
@@ -231,6 +268,36 @@ def unpack_value(value: Value, arena: HostArena) -> Any:
     return PendingTensor(spec, read_into)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBytes:
+    """Bytes in a buffer that its writer may change."""
+
+    view: memoryview
+
+
+async def own_bytes(values: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Copy all SharedBytes of inputs, in a thread, and return whether nothing of the inputs is in the buffer now."""
+    shared = [part for value in values.values() for part in _parts(value)]
+    if not any(isinstance(part, SharedBytes) for part in shared):
+        return dict(values), False
+    owned = await asyncio.to_thread(lambda: {name: _owned_bytes(value) for name, value in values.items()})
+    return owned, not any(isinstance(part, PendingTensor | np.ndarray) for part in shared)
+
+
+def _parts(value: Any) -> list[Any]:
+    return [part for one in value for part in _parts(one)] if isinstance(value, list) else [value]
+
+
+def _owned_bytes(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_owned_bytes(one) for one in value]
+    if not isinstance(value, SharedBytes):
+        return value
+    copied = np.empty(len(value.view), np.uint8)
+    np.copyto(copied, np.frombuffer(value.view, np.uint8))  # other threads run meanwhile
+    return copied.data.toreadonly()
+
+
 def unpack_outputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
     """Decode outputs; large json stays encoded, as in a BorrowedResult."""
     arenas = {ARENA: arena}
@@ -238,9 +305,17 @@ def unpack_outputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, A
 
 
 def unpack_inputs(values: Mapping[str, Value], arena: HostArena) -> dict[str, Any]:
-    """Decode inputs; large json is copied and stays encoded, for `JsonParser.check`."""
+    """Decode inputs; large json is copied and stays encoded, for `JsonParser.check`, large bytes are SharedBytes."""
     arenas = {ARENA: arena}
-    return {name: owned_json(value, arenas, ("json",)) or unpack_value(value, arena) for name, value in values.items()}
+    return {name: owned_json(value, arenas, ("json",)) or _unpack_input(value, arena) for name, value in values.items()}
+
+
+def _unpack_input(value: Value, arena: HostArena) -> Any:
+    if value.kind == "list":
+        return [_unpack_input(item, arena) for item in value.items or ()]
+    if value.kind == "bytes" and value.place is not None and value.size_bytes >= THREAD_COPY_BYTES:
+        return SharedBytes(bytes_view(arena, value.place))
+    return unpack_value(value, arena)
 
 
 def unpack_chunk(value: Value, arena: HostArena) -> Any:

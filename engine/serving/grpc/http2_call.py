@@ -28,6 +28,7 @@ from weftline.engine.serving.grpc.protocol import (
     too_large,
 )
 from weftline.engine.serving.grpc.service import CALLER, PEER, CallContext, InferMethod, Message, Method, StreamMethod
+from weftline.engine.serving.replies import clear_frames
 from weftline.engine.serving.room import reserve
 from weftline.engine.serving.unsent_budget import SMALL_BYTES, Reservation
 from weftline.errors import DeadlineExceeded, LimitReached
@@ -350,6 +351,7 @@ class GrpcCall:
         """End the call with the status of an error."""
         self._release()
         self._finish(status_trailers(error))
+        clear_frames(error)
 
     def _finish(self, trailers: Sequence[Field]) -> None:
         http2, stream = self._connection.http2, self.stream

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-import mmap
 import zlib
 from typing import Any
 
+import numpy as np
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.requests import Request
 from starlette.types import Message, Receive
@@ -145,10 +145,10 @@ async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memor
 
 
 async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
-    """Return the body as received; one over FREE_BYTES is in a memory mapping of its own.
+    """Return the body as received; one over FREE_BYTES in a block of its announced size.
 
-    Growing a bytearray reallocates it repeatedly, and the fragmented heap took more memory than the budget. Pages of a
-    mapping are allocated when they are written, and freed with the body.
+    Growing a bytearray reallocates it repeatedly, and the fragmented heap took more memory than the budget. A block
+    whose size is not announced is larger than `malloc.MMAP_THRESHOLD_BYTES`: its pages exist once they are written.
     """
     size_max = min(int(request.headers.get("content-length", bytes_max)), bytes_max)
     if size_max <= FREE_BYTES:
@@ -156,11 +156,11 @@ async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
         async for part in request.stream():
             body += part
         return body
-    mapped, size = mmap.mmap(-1, size_max, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+    block, size = np.empty(size_max, np.uint8).data, 0
     async for part in request.stream():
-        mapped[size : size + len(part)] = part
+        block[size : size + len(part)] = part
         size += len(part)
-    return memoryview(mapped)[:size]
+    return block[:size].toreadonly()
 
 
 def decompressed(body: bytes | bytearray | memoryview, window: int, bytes_max: int) -> bytes:

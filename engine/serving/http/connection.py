@@ -206,8 +206,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._kept:
             self._keep(self._kept + data)
+            return
+        turn_s = self._shared.turns.turn_s(time.monotonic())
+        if turn_s or len(data) <= SLICE_BYTES or self._shared.unread_bytes > UNREAD_BYTES_MAX // 2:
+            self._parse(data, turn_s)
         else:
-            self._parse(data, self._shared.turns.turn_s(time.monotonic()))
+            self._keep(data)
+            self._parse_kept()
 
     def _parse(self, data: bytes, turn_s: float) -> None:
         """Parse bytes up to the end of a request; keep the rest while that request has no answer.

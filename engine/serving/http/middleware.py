@@ -39,6 +39,7 @@ from weftline.engine.serving.http.context import ID_CHARS_MAX, REQUEST_ID, ROOM,
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
+from weftline.engine.serving.replies import clear_frames
 from weftline.engine.serving.unsent_budget import SLOW_S, UnsentBudget
 from weftline.errors import AccessDenied
 from weftline.nodes.loopback import is_loopback
@@ -196,7 +197,9 @@ class HttpGuard:
         if sender.started:
             _log.error("an answer could not be finished", exc_info=error)
             return  # the server closes the connection, so the client sees that it is not whole
-        await error_response(error, scope["path"])(scope, receive, sender.send)
+        response = error_response(error, scope["path"])
+        clear_frames(error)
+        await response(scope, receive, sender.send)
 
 
 class SlowReader(Exception):

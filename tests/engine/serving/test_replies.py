@@ -1,9 +1,11 @@
 import ast
 import asyncio
+import gc
 import io
 import logging
 import re
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from weftline import errors
 from weftline.engine.serving.auth.plain import scrubbed
 from weftline.engine.serving.auth.tokens import new_token
-from weftline.engine.serving.replies import HTTP_STATUS, MESSAGE_CHARS_MAX, to_status
+from weftline.engine.serving.replies import HTTP_STATUS, MESSAGE_CHARS_MAX, clear_frames, to_status
 from weftline.errors import (
     AccessDenied,
     InputError,
@@ -175,3 +177,32 @@ def raised_in(tree: ast.AST) -> Iterator[str]:
         for one in ast.walk(node.exc) if isinstance(node, ast.Raise) and node.exc is not None else ():
             if isinstance(one, ast.JoinedStr):
                 yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in one.values)
+
+
+def test_an_answered_error_keeps_no_inputs_alive() -> None:
+    class Inputs:
+        pass
+
+    async def ask(inputs: Inputs) -> None:
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answered.set_exception(InputError("no picture"))
+        await answered  # the error refers to this frame, which refers to the future, which refers to the error
+
+    async def failing(kept: list[weakref.ref[Inputs]]) -> None:
+        inputs = Inputs()
+        kept.append(weakref.ref(inputs))
+        await ask(inputs)
+
+    async def answer(kept: list[weakref.ref[Inputs]]) -> None:
+        try:
+            await failing(kept)
+        except InputError as error:
+            clear_frames(error)
+
+    kept: list[weakref.ref[Inputs]] = []
+    gc.disable()
+    try:
+        asyncio.run(answer(kept))
+        assert kept[0]() is None
+    finally:
+        gc.enable()

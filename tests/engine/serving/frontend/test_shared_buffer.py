@@ -15,13 +15,17 @@ import pytest
 from weftline.engine.protocol.packed import PendingTensor
 from weftline.engine.serving.frontend.messages import NO_BLOCK
 from weftline.engine.serving.frontend.shared_buffer import (
+    THREAD_COPY_BYTES,
+    PackedValues,
     SharedBuffer,
     attach_request_buffer,
     create_request_buffer,
     detach,
+    own_bytes,
+    unpack_inputs,
     unpack_outputs,
 )
-from weftline.errors import InputError
+from weftline.errors import InputError, LimitReached
 from weftline.nodes.detections import Detections
 from weftline.shm.arena import HostArena
 from weftline.shm.spec import TensorSpec
@@ -65,7 +69,7 @@ def test_large_values_are_in_the_buffer_and_small_ones_inline(buffers: tuple[Hos
         "found": Detections(np.ones((1, 4), np.float32), np.ones(1, np.float32), np.zeros(1, np.int32), ("cat",)),
         "view": memoryview(b"z" * 50_000),
     }
-    laid = buffer.place(values)
+    laid = buffer.place(PackedValues(values))
     sent = laid.write()
     assert sent["large"].place is not None and sent["small"].data is not None and sent["text"].place is not None
     found = unpack_outputs(sent, reader)
@@ -80,17 +84,73 @@ def test_large_values_are_in_the_buffer_and_small_ones_inline(buffers: tuple[Hos
 
 def test_values_without_a_free_block_travel_inside_the_message(buffers: tuple[HostArena, SharedBuffer]) -> None:
     reader, buffer = buffers
-    first = buffer.place({"x": np.zeros(200_000, np.float32)})
-    second = buffer.place({"x": np.ones(200_000, np.float32)})
+    first = buffer.place(PackedValues({"x": np.zeros(200_000, np.float32)}))
+    second = buffer.place(PackedValues({"x": np.ones(200_000, np.float32)}))
     assert (first.block != NO_BLOCK, second.block) == (True, NO_BLOCK)
     assert np.array_equal(unpack_outputs(second.write(), reader)["x"], np.ones(200_000, np.float32))
     buffer.free(first.block)
     buffer.free(second.block)
 
 
+@pytest.fixture
+def large_buffers() -> Iterator[tuple[HostArena, SharedBuffer]]:
+    reader = create_request_buffer(4 * THREAD_COPY_BYTES)
+    buffer = SharedBuffer(attach_request_buffer(os.dup(reader.fd)))
+    yield reader, buffer
+    detach(reader)
+    detach(buffer.arena)
+
+
+def test_large_values_wait_for_room_fair_by_caller(large_buffers: tuple[HostArena, SharedBuffer]) -> None:
+    _, buffer = large_buffers
+    values = PackedValues({"x": memoryview(bytes(3 * THREAD_COPY_BYTES))})
+    order: list[str] = []
+
+    async def place(caller: str) -> None:
+        placement = await buffer.place_in_turn(values, caller, 10)
+        order.append(caller)
+        await asyncio.sleep(0.01)
+        buffer.free(placement.block)
+
+    async def script() -> None:
+        first = await buffer.place_in_turn(values, "greedy", 10)
+        waiting = [asyncio.create_task(place(caller)) for caller in ("greedy", "greedy", "other")]
+        await asyncio.sleep(0.01)
+        with pytest.raises(LimitReached, match=r"memory for inputs for 0\.01 s"):
+            await buffer.place_in_turn(values, "late", 0.01)
+        small = await buffer.place_in_turn(PackedValues({"x": np.zeros(20_000)}), "third", 0)
+        huge = await buffer.place_in_turn(PackedValues({"x": memoryview(bytes(5 * THREAD_COPY_BYTES))}), "third", 0)
+        assert small.block != NO_BLOCK == huge.block
+        assert not order
+        buffer.free(first.block)
+        await asyncio.gather(*waiting)
+
+    asyncio.run(script())
+    assert order == ["other", "greedy", "greedy"]
+
+
+def test_large_bytes_are_copied_before_their_block_is_free(large_buffers: tuple[HostArena, SharedBuffer]) -> None:
+    reader, buffer = large_buffers
+    photo = os.urandom(THREAD_COPY_BYTES)
+
+    def read(**values: Any) -> tuple[dict[str, Any], bool]:
+        placement = buffer.place(PackedValues(values))
+        inputs = unpack_inputs(placement.write(), reader)
+        owned = asyncio.run(own_bytes(inputs))
+        buffer.arena.buffer[:] = bytes(buffer.arena.size_bytes)  # as a hostile process would
+        buffer.free(placement.block)
+        return owned
+
+    found, all_read = read(photo=memoryview(photo), name="a", more=[photo, photo])
+    assert all_read and found["photo"] == photo and found["photo"].readonly
+    assert found["name"] == "a" and [bytes(one) for one in found["more"]] == [photo, photo]
+    assert read(photo=memoryview(photo), tensor=np.zeros(20_000))[1] is False
+    assert read(text="a") == ({"text": "a"}, False)
+
+
 def test_a_block_goes_back_once(buffers: tuple[HostArena, SharedBuffer]) -> None:
     _, buffer = buffers
-    laid = buffer.place({"x": np.zeros(20_000, np.float32)})
+    laid = buffer.place(PackedValues({"x": np.zeros(20_000, np.float32)}))
     buffer.free(laid.block)
     with pytest.raises(KeyError):
         buffer.free(laid.block)
@@ -102,7 +162,7 @@ def test_what_cannot_travel_is_an_input_error_that_names_the_input(
 ) -> None:
     _, buffer = buffers
     with pytest.raises(InputError, match="input photo"):
-        buffer.place({"photo": value})
+        buffer.place(PackedValues({"photo": value}))
 
 
 def test_a_cancelled_copy_raises_only_after_it_has_ended() -> None:
@@ -116,7 +176,7 @@ def test_a_cancelled_copy_raises_only_after_it_has_ended() -> None:
 
     async def script() -> None:
         copying = asyncio.create_task(
-            buffer.place({"x": PendingTensor(TensorSpec("uint8", (2 << 20,)), read_into)}).awrite()
+            buffer.place(PackedValues({"x": PendingTensor(TensorSpec("uint8", (2 << 20,)), read_into)})).awrite()
         )
         await asyncio.sleep(0.02)
         copying.cancel()
@@ -132,7 +192,7 @@ def test_a_cancelled_copy_raises_only_after_it_has_ended() -> None:
 def test_views_outlive_a_detached_buffer() -> None:
     reader = create_request_buffer(1 << 16)
     buffer = SharedBuffer(attach_request_buffer(os.dup(reader.fd)))
-    laid = buffer.place({"x": np.full(10_000, 3, np.int32)})
+    laid = buffer.place(PackedValues({"x": np.full(10_000, 3, np.int32)}))
     found = unpack_outputs(laid.write(), reader)["x"]
     detach(reader)
     detach(reader)  # twice is once
