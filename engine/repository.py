@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,7 +25,7 @@ from weftline.engine.machine import this_machine
 from weftline.engine.planned_pipeline import graph_of, plan_group
 from weftline.engine.runtime.opening import FailedBeside, Progress
 from weftline.engine.session import DRAIN_S, Session, Source, load
-from weftline.engine.versions import ENDED, Version, begin_over
+from weftline.engine.versions import ENDED, Version, begin_over, drain, switch
 from weftline.errors import InputError, LimitReached, SessionClosed, WeftlineError
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.sharing import groups_of
@@ -93,6 +93,40 @@ class _Held:
         self.state = to
 
 
+@dataclass(slots=True)
+class _Change:
+    """Names that change together.
+
+    progress: returns the progress callback of a name.
+    begun:    first versions, which open already, until a name takes its own.
+    refused:  names that cannot be loaded, and why.
+    strict:   all of them change, or none.
+    done:     the version or the error of each name so far.
+    failure:  the first error of a strict change.
+    opened:   the sessions to change, and the engines of their new versions, which the next ones join where they can.
+    """
+
+    progress: Callable[[str], Progress | None]
+    begun: dict[str, Version] = field(default_factory=dict)
+    refused: Mapping[str, WeftlineError] = field(default_factory=dict)
+    strict: bool = False
+    done: dict[str, int | WeftlineError] = field(default_factory=dict)
+    opened: dict[str, Session] = field(default_factory=dict)
+    engines: list[Engine] = field(default_factory=list)
+    failure: WeftlineError | None = None
+
+    def fail(self, name: str, error: WeftlineError) -> None:
+        """Note that a name cannot change."""
+        self.done[name] = error
+        if self.strict and self.failure is None:
+            self.failure = error
+
+    def ended_by(self, error: BaseException | None) -> str:
+        """Return why a name did not change that has no error of its own."""
+        failed = next((name for name, one in self.done.items() if one is error), "")
+        return f"{failed} could not be loaded: {error}" if failed else str(error)
+
+
 class Repository:
     """Open sessions by name. Close it, or use it in a with statement: that closes every session.
 
@@ -131,19 +165,25 @@ class Repository:
         PipelineError, ModelError: it cannot be planned or opened; an old version keeps serving.
         progress: called with (step, phrase, fraction) while models load, from another thread.
         """
-        with self._turn(name) as held:
-            return self._load(name, held, source, timeout_s, drain_s, progress)
+        return self._change_one(name, source, timeout_s, drain_s, progress)
 
     def load_together(
-        self, sources: Mapping[str, Source], *, progress: Callable[[str], Progress | None] = lambda name: None
+        self,
+        sources: Mapping[str, Source],
+        *,
+        progress: Callable[[str], Progress | None] = lambda name: None,
+        strict: bool = False,
     ) -> Iterator[tuple[str, int | WeftlineError]]:
         """Open pipelines at once, under these names; yield each name with its version when it serves, or its error.
 
         They are planned together and share what they load (`weftline.pipelines.placement.sharing`): steps with equal
         load keys, and cores. Llm steps that use all remaining memory of a GPU divide it evenly. Names that serve are
-        reloaded. A pipeline that cannot be planned (PipelineError) or opened (ModelError) leaves the others serving.
+        reloaded first, and change to their new versions in the same moment: no caller meets the new version of one and
+        then the old one of another. A pipeline that cannot be planned (PipelineError) or opened (ModelError) leaves the
+        others serving.
 
         progress: returns the progress callback of a name.
+        strict:   change to all of them in the same moment, or, where one fails, to none: its error is raised.
         """
         serving = {entry.name for entry in self.index() if entry.state in (READY, RELOADING)}
         again: dict[str, Source] = {}
@@ -155,27 +195,22 @@ class Repository:
             except WeftlineError as error:
                 refused[name] = error
         begun = self._begin_together({name: graphs[name] for name in sources if name in graphs}, refused, progress)
+        first = {name: one for name, one in sources.items() if name not in serving}
+        groups = [sources] if strict else [sources.keys() & serving, *({name} for name in first)]
         try:
-            for name, source in sources.items():
-                begin = begun.pop(name, None)
-                done: int | WeftlineError
-                try:
-                    with self._turn(name) as held:
-                        why = refused.get(name)
-                        done = self._load(name, held, source, None, DRAIN_S, progress(name), begin, why)
-                except WeftlineError as failure:
-                    done = failure
-                    if begin is not None:
-                        begin.drain(0.0, ENDED)
-                        if isinstance(failure, FailedBeside) and len(sources) > 1:
-                            again[name] = source
-                            continue
-                yield name, done
+            for names in groups:
+                group = {name: source for name, source in sources.items() if name in names}
+                change = _Change(progress, begun, refused, strict)
+                for name, done in self._change(group, change, None, DRAIN_S).items():
+                    if isinstance(done, FailedBeside) and name in first and len(sources) > 1:
+                        again[name] = sources[name]
+                    else:
+                        yield name, done
         finally:
             for version in begun.values():
                 version.drain(0.0, ENDED)
-        groups = [again] if len(again) < len(sources) else [{name: source} for name, source in again.items()]
-        for group in groups if again else ():  # without the one that failed; each by itself where that is not known
+        more = [again] if len(again) < len(sources) else [{name: source} for name, source in again.items()]
+        for group in more if again else ():  # without the one that failed; each by itself where that is not known
             yield from self.load_together(group, progress=progress)
 
     def _begin_together(
@@ -211,10 +246,7 @@ class Repository:
 
         Returns when the old version has ended: its requests have `drain_s` to finish. InputError: no such name.
         """
-        with self._turn(name) as held:
-            if held.source is None:
-                raise self._unknown(name)
-            return self._load(name, held, source if source is not None else held.source, timeout_s, drain_s)
+        return self._change_one(name, source, timeout_s, drain_s, None)
 
     def unload(self, name: str, drain_s: float = DRAIN_S) -> None:
         """Refuse new requests for a pipeline, wait up to `drain_s` for the open ones, and close it."""
@@ -291,58 +323,117 @@ class Repository:
                 if not held.users and held.state == ABSENT:
                     del self._names[name]
 
-    def _load(
-        self,
-        name: str,
-        held: _Held,
-        source: Source,
-        timeout_s: float | None,
-        drain_s: float,
-        progress: Progress | None = None,
-        begun: Version | None = None,
-        refused: WeftlineError | None = None,
+    def _change_one(
+        self, name: str, source: Source | None, timeout_s: float | None, drain_s: float, progress: Progress | None
     ) -> int:
-        """Load or reload a name. begun: its first version, which opens already; refused: why there is none."""
-        with self._lock:
-            held.move("load")
-            serving = held.session if held.state == RELOADING else None
-        try:
-            if refused is not None:
-                raise refused
-            if serving is not None:
-                serving.reload(source, timeout_s=timeout_s, drain_s=drain_s, progress=progress, others=self._engines)
-            else:
-                session = self._first(name, source, progress, begun)
-                with self._lock:
-                    self._check_open()
-                    held.session = session  # from here on `close` closes it and aborts the opening
-                session.open(timeout_s)
-        except BaseException as error:
-            with self._lock:
-                held.move("failed")
-                held.why = str(error)
-                if serving is None:
-                    held.session = None
-                    held.source = source
-            raise
-        with self._lock:
-            held.move("opened")
-            held.source, held.why = source, ""
-            return held.session.version if held.session is not None else 0
+        """Load or reload one name and return its version. source: None: its own."""
+        done = self._change({name: source}, _Change(lambda name: progress), timeout_s, drain_s)[name]
+        if isinstance(done, WeftlineError):
+            raise done
+        return done
 
-    def _first(self, name: str, source: Source, progress: Progress | None, begun: Version | None) -> Session:
+    def _change(
+        self, sources: Mapping[str, Source | None], change: _Change, timeout_s: float | None, drain_s: float
+    ) -> dict[str, int | WeftlineError]:
+        """Open versions one after the other, then change to all that opened in the same moment.
+
+        Return the version or the error of each name, when the versions before have ended. sources: None: its own.
+        """
+        with ExitStack() as turns:
+            wanted = self._wanted(sources, change, turns)
+            try:
+                with ExitStack() as versions:
+                    for name in (name for name in sources if name in wanted):
+                        self._open_version(name, *wanted[name], change, timeout_s, versions)
+                    if change.failure is not None:
+                        raise change.failure
+                    before = switch([session.versions for session in change.opened.values()])
+                    self._note_opened(wanted, change)
+                    drain(before, drain_s)
+            except BaseException as error:
+                self._note_failures(wanted, change, error)
+                raise
+            self._note_failures(wanted, change)
+        return {name: change.done[name] for name in sources}
+
+    def _wanted(
+        self, sources: Mapping[str, Source | None], change: _Change, turns: ExitStack
+    ) -> dict[str, tuple[_Held, Source]]:
+        """Take the turns of names, in the same order in every thread, and move them to loading."""
+        found = dict[str, tuple[_Held, Source]]()
+        for name, source in sorted(sources.items()):
+            try:
+                held = turns.enter_context(self._turn(name))
+                source = source if source is not None else held.source
+                if source is None:
+                    raise self._unknown(name)
+            except WeftlineError as error:
+                change.fail(name, error)
+                continue
+            found[name] = held, source
+        with self._lock:
+            for held, _ in found.values():
+                held.move("load")
+        return found
+
+    def _open_version(
+        self, name: str, held: _Held, source: Source, change: _Change, timeout_s: float | None, versions: ExitStack
+    ) -> None:
+        """Open the next version of a name, or its first; note an error."""
+        if change.failure is not None:
+            return
+        progress = change.progress(name)
+        try:
+            if name in change.refused:
+                raise change.refused[name]
+            session = held.session
+            if session is None:
+                session = held.session = self._first(name, source, progress, change)
+                if self._closed:  # else `close` closes the session from here on, and aborts the opening
+                    session.close()
+                opening = session.versions.first(timeout_s)
+            else:
+                opening = session.versions.next(source, timeout_s, progress, lambda own: self._engines(change, own))
+            change.engines.append(versions.enter_context(opening).engine)
+            change.opened[name] = session
+        except WeftlineError as error:
+            change.fail(name, error)
+
+    def _first(self, name: str, source: Source, progress: Progress | None, change: _Change) -> Session:
         """Return the session of a name that does not serve yet: over what another has loaded where that suffices."""
+        begun = change.begun.pop(name, None)
         if begun is None:
-            begun = begin_over(self._engines(), graph_of(source), self._machine, 1)
+            begun = begin_over(self._engines(change), graph_of(source), self._machine, 1)
         if begun is None:
             return load(source, self._machine).session(progress, name=name, gpus=self._gpus)
         return Session(begun.plan, progress, self._machine, name=name, gpus=self._gpus, first=begun)
 
-    def _engines(self) -> list[Engine]:
-        """Return the engines of what serves now."""
+    def _engines(self, change: _Change, *own: Engine) -> list[Engine]:
+        """Return the engines of what opened in this change, then `own`, then those of all that serves."""
         with self._lock:
             sessions = [one.session for one in self._names.values() if one.session is not None]
-        return [engine for one in sessions if (engine := one.engine) is not None]
+        serving = [version.engine for one in sessions if (version := one.versions.current) is not None]
+        return [*change.engines, *own, *serving]
+
+    def _note_opened(self, wanted: Mapping[str, tuple[_Held, Source]], change: _Change) -> None:
+        with self._lock:
+            for name, session in change.opened.items():
+                held, source = wanted[name]
+                held.move("opened")
+                held.source, held.why = source, ""
+                change.done[name] = session.version
+
+    def _note_failures(
+        self, wanted: Mapping[str, tuple[_Held, Source]], change: _Change, error: BaseException | None = None
+    ) -> None:
+        """Note why names did not change. error: what ended the change of all of them."""
+        with self._lock:
+            for name, (held, source) in wanted.items():
+                if held.state in (LOADING, RELOADING):
+                    held.why = str(change.done.get(name, change.ended_by(error)))
+                    if held.state == LOADING:
+                        held.session, held.source = None, source
+                    held.move("failed")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -18,13 +18,12 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from weftline.engine.engine import Engine
 from weftline.engine.gpus import GpuReservations
 from weftline.engine.planned_pipeline import PlannedPipeline, Source, plan_of
 from weftline.engine.request import DEFAULT_OPTIONS, RequestOptions, checked_options
@@ -36,7 +35,6 @@ from weftline.engine.scheduler.request import StepTiming
 from weftline.engine.submission import Submitter
 from weftline.engine.versions import Version, Versions, begin_alone, not_open
 from weftline.errors import InputError, SessionClosed, WeftlineError
-from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 
@@ -172,7 +170,6 @@ class Session:
         PipelineError: too little GPU memory is left. ModelError: a model cannot be loaded. InputError: a step's file
         opens it while it is imported.
         """
-        check_not_imported()
         self._versions.open(timeout_s)
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -189,7 +186,6 @@ class Session:
         timeout_s: float | None = None,
         drain_s: float = DRAIN_S,
         progress: Progress | None = None,
-        others: Callable[[], Iterable[Engine]] = tuple,
     ) -> int:
         """Open a new version, switch to it, end the old one, and return the new one's number.
 
@@ -201,9 +197,8 @@ class Session:
         timeout_s: longest wait for the new version to open; None: no limit.
         drain_s:   time for requests to finish in the old version; then they are cancelled.
         progress:  as for `open`.
-        others:    for a repository: returns further engines that may have loaded what the new version needs.
         """
-        return self._versions.reload(pipeline, timeout_s, drain_s, progress, others)
+        return self._versions.reload(pipeline, timeout_s, drain_s, progress)
 
     def __enter__(self) -> Session:
         return self
@@ -361,9 +356,9 @@ class Session:
         return self._submitter.astream(inputs, checked_options(options), paths=paths, caller=caller, timed=timed)
 
     @property
-    def engine(self) -> Engine | None:
-        """The engine of the current version; None before it is open."""
-        return self._versions.current.engine if self._versions.current is not None else None
+    def versions(self) -> Versions:
+        """Its versions, for a repository, which changes several sessions at once."""
+        return self._versions
 
     # health and figures
 

@@ -7,15 +7,16 @@
 A version is a program of an engine. The next one is a program of the same engine where that has loaded all it needs:
 then no model is touched. Otherwise it has an engine of its own.
 
-`current` changes in one step. A request that meets a version which was retired in that moment retries with the new one,
-so a reload loses no request.
+`current` changes in one step, that of several sessions too (`switch`). A request that meets a version which was retired
+in that moment retries with the new one, so a reload loses no request.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from weftline.engine.engine import Engine
 from weftline.engine.gpus import Reservation
@@ -24,6 +25,7 @@ from weftline.engine.planned_pipeline import PlannedPipeline, Source, graph_of, 
 from weftline.engine.runtime.opening import Progress
 from weftline.engine.scheduler import events as ev
 from weftline.errors import SessionClosed
+from weftline.nodes.user_code import check_not_imported
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.spec.graph import Pipeline
@@ -89,7 +91,16 @@ class Version:
 
 
 Begin = Callable[[], Version]
-"""Starts the first version of a session; its workers may still be opening."""
+"""Starts a version of a session; its workers may still be opening."""
+
+
+class _Switch:
+    """Moment at which sessions change to their next versions. made: True from then on."""
+
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made = False
 
 
 class Versions:
@@ -99,8 +110,7 @@ class Versions:
     plan:    of the first version.
     machine: default machine to plan versions for; None: this machine.
     hold:    returns the GPU reservations of the version of a number, where it has an engine of its own.
-    current: the version that new requests enter; None before the first is open.
-    opening: the version that opens, or was started before this, if any.
+    opening: the version that opens, or is open and not switched to yet, or was started before this, if any.
     """
 
     def __init__(
@@ -114,12 +124,19 @@ class Versions:
         self._plan = plan
         self.machine = machine
         self._hold = hold
-        self.current: Version | None = None
+        self._current: Version | None = None
+        self._next: tuple[_Switch, Version] | None = None  # current once the switch is made
         self._closed = False
         self._reloading = threading.Lock()
-        self._changing = threading.Lock()  # guards `current` and the two below; never held for long
+        self._changing = threading.Lock()  # guards the two above and the two below; never held for long
         self.opening = begin if isinstance(begin, Version) else None
         self._draining: Version | None = None
+
+    @property
+    def current(self) -> Version | None:
+        """The version that new requests enter; None before the first is open."""
+        coming = self._next  # read first: `settle` sets the other attribute before it
+        return self._current if coming is None or not coming[0].made else coming[1]
 
     @property
     def closed(self) -> bool:
@@ -146,40 +163,54 @@ class Versions:
 
     def open(self, timeout_s: float | None) -> None:
         """Open the first version; see Session.open."""
+        with self.first(timeout_s):
+            switch([self])
+
+    def reload(
+        self, pipeline: Source | PlannedPipeline, timeout_s: float | None, drain_s: float, progress: Progress | None
+    ) -> int:
+        """Open the next version, switch to it, end the old one, and return its number; see Session.reload."""
+        with self.next(pipeline, timeout_s, progress) as version:
+            drain(switch([self]), drain_s)
+        return version.number
+
+    @contextmanager
+    def first(self, timeout_s: float | None) -> Iterator[Version]:
+        """Open the first version, for `switch`; one that was not switched to ends with the context, and the session."""
+        check_not_imported()
         with self._reloading:
             self._check_not_closed()
             begin, self._begin = self._begin, None
             if begin is None:
                 raise SessionClosed("a session is opened once; open a new one")
             try:
-                self._switch(begin, timeout_s)
-            except BaseException:
-                self._closed = True
-                raise
+                with self._opened(begin, timeout_s) as version:
+                    yield version
+            finally:
+                if self.current is None:
+                    self._closed = True
 
-    def reload(
+    @contextmanager
+    def next(
         self,
         pipeline: Source | PlannedPipeline,
         timeout_s: float | None,
-        drain_s: float,
         progress: Progress | None,
-        others: Callable[[], Iterable[Engine]] = tuple,
-    ) -> int:
-        """Open the next version, switch to it, end the old one, and return its number; see Session.reload.
+        engines: Callable[[Engine], Iterable[Engine]] = lambda own: (own,),
+    ) -> Iterator[Version]:
+        """Open the next version, for `switch`; one that was not switched to ends with the context.
 
-        others: returns further engines that may have loaded what it needs.
+        engines: returns those that may have loaded what it needs, given the current version's own.
         """
         with self._reloading:
             current = self.current
             self._check_not_closed()
             if current is None:
                 raise not_open()
-            self._switch(lambda: self._next_version(current, pipeline, progress, others()), timeout_s)
-            try:
-                current.drain(drain_s, REPLACED)
-            finally:
-                self._draining = None
-            return current.number + 1
+            with self._opened(
+                lambda: self._next_version(current, pipeline, progress, engines(current.engine)), timeout_s
+            ) as version:
+                yield version
 
     def close(self, drain_s: float) -> None:
         """Refuse new requests and end every version; see Session.close."""
@@ -195,43 +226,84 @@ class Versions:
             if version is not None:
                 version.drain(max(0.0, until - time.monotonic()), ENDED)
 
-    def _switch(self, begin: Begin, timeout_s: float | None) -> None:
-        """Start a version, wait until it is open, and make it the current one; the one before drains from then on."""
+    @contextmanager
+    def _opened(self, begin: Begin, timeout_s: float | None) -> Iterator[Version]:
+        """Start a version and wait until it is open; end it with the context unless it is the current one then."""
         version = begin()
         try:
             with self._changing:
                 self._check_not_closed()
                 self.opening = version
             version.runtime.wait_open(version.program, timeout_s)
-            with self._changing:
-                self._check_not_closed()
-                self._draining, self.current = self.current, version
-        except BaseException:
-            version.drain(0.0, ENDED)
-            raise
+            yield version
         finally:
-            self.opening = None
+            self.opening = self._draining = None
+            if self.current is not version:
+                version.drain(0.0, ENDED)
 
     def _next_version(
         self,
         current: Version,
         pipeline: Source | PlannedPipeline,
         progress: Progress | None,
-        others: Iterable[Engine],
+        engines: Iterable[Engine],
     ) -> Version:
         """Start the next version: over what is loaded where that suffices, else in an engine of its own."""
         number = current.number + 1
         source = pipeline.graph if isinstance(pipeline, PlannedPipeline) else graph_of(pipeline)
         machine = (pipeline.machine if isinstance(pipeline, PlannedPipeline) else None) or self.machine
-        over = begin_over((current.engine, *others), source, machine, number) if source is not None else None
+        over = begin_over(engines, source, machine, number) if source is not None else None
         if over is not None:
             return over
         new = pipeline if isinstance(pipeline, PlannedPipeline) else PlannedPipeline.of(graph_of(pipeline), machine)
         return begin_alone(new, machine, self._hold(number), number, progress)
 
+    @contextmanager
+    def prepare(self, now: _Switch) -> Iterator[None]:
+        """Hold the session's lock, with the version that opened as the one to change to; for `switch`."""
+        with self._changing:
+            self._check_not_closed()
+            if self.opening is None:
+                raise not_open()
+            self._next = now, self.opening
+            try:
+                yield
+            finally:
+                self._next = None
+
+    def settle(self) -> list[Version]:
+        """Complete a switch that was made; return the version before, which drains. For `switch`."""
+        before = self._draining = self._current
+        self._current, self.opening = self.opening, None
+        return [before] if before is not None else []
+
     def _check_not_closed(self) -> None:
         if self._closed:
             raise not_open()
+
+
+def switch(sessions: Sequence[Versions]) -> list[Version]:
+    """Make the versions that opened the current ones of their sessions, all at once; return those before them.
+
+    SessionClosed, without a change: one of the sessions was closed.
+    """
+    now, before = _Switch(), list[Version]()
+    with ExitStack() as changing:
+        for one in sessions:
+            changing.enter_context(one.prepare(now))
+        now.made = True
+        for one in sessions:
+            before += one.settle()
+    return before
+
+
+def drain(versions: Sequence[Version], drain_s: float) -> None:
+    """Wait up to `drain_s` for the open requests of versions that were replaced, then end them."""
+    for one in versions:
+        one.retire()
+    until = time.monotonic() + drain_s
+    for one in versions:
+        one.drain(max(0.0, until - time.monotonic()), REPLACED)
 
 
 def begin_over(engines: Iterable[Engine], pipeline: Pipeline, machine: Machine | None, number: int) -> Version | None:

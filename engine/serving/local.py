@@ -255,8 +255,8 @@ class LocalBackend:
             for name in models:
                 self._failed.pop(name, None)
             before, began_s = self._running(models), time.monotonic()
-            versions = await self._load_together(models, first_error=True)
-            version = next(version for version in versions.values() if isinstance(version, int))
+            await self._load_together(models, at_once=True)
+            version = self._repository.get(model).version
             loaded = len(self._running(models) - before)
             what = "1 step" if loaded == 1 else f"{loaded} steps"
             how = f"{what} loaded in {time.monotonic() - began_s:.1f} s" if loaded else "no model loaded"
@@ -272,13 +272,17 @@ class LocalBackend:
         return found
 
     async def _load_together(
-        self, models: Mapping[str, Pipeline], *, first_error: bool
+        self, models: Mapping[str, Pipeline], *, first_error: bool = False, at_once: bool = False
     ) -> dict[str, int | WeftlineError]:
-        """Load or reload models; return the version or the error of each. first_error: raise it, and load no more."""
+        """Load or reload models; return the version or the error of each.
+
+        first_error: raise it, and load no more.
+        at_once:     change to all of them in the same moment; or, after an error, which is raised, to none.
+        """
 
         def load() -> dict[str, int | WeftlineError]:
             done = dict[str, int | WeftlineError]()
-            for name, version in self._repository.load_together(models, progress=self._progress_of):
+            for name, version in self._repository.load_together(models, progress=self._progress_of, strict=at_once):
                 if isinstance(version, WeftlineError) and first_error:
                     raise version
                 done[name] = version

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -102,6 +104,59 @@ def test_pipelines_that_are_loaded_together_share_and_end_apart(pipelines: Repos
     assert pipelines.get("b").run(x="b")["z"] == "b"
     with pytest.raises(Exception, match="no pipeline is called a"):
         pipelines.get("a")
+
+
+def entered(repository: Repository, name: str) -> int:
+    """Return the version that a request of now enters."""
+    version, request = repository.get(name)._versions.enter()
+    version.leave(request)
+    return version.number
+
+
+@pytest.mark.parametrize("changed", [chain("p", "z"), chain("p", delay_ms=1.0)], ids=["graph", "model"])
+def test_names_of_one_reload_change_in_the_same_moment(pipelines: Repository, changed: Builder) -> None:
+    names = ("p", "p.slow", "p.mark")
+    opened(pipelines, {name: chain() for name in names})
+    met: list[tuple[int, ...]] = []
+
+    def look(frame: FrameType, event: str, argument: object) -> Any:
+        """Look between any two lines of the code that changes versions, from there and back."""
+        if Path(frame.f_code.co_filename).name not in ("versions.py", "repository.py", "session.py"):
+            return None
+        sys.settrace(None)
+        met.append(tuple(entered(pipelines, name) for name in names))
+        met.append(tuple(pipelines.get(name).version for name in reversed(names)))
+        sys.settrace(look)
+        return look
+
+    traced = sys.gettrace()
+    sys.settrace(look)
+    try:
+        done = opened(pipelines, dict.fromkeys(names, changed))
+    finally:
+        sys.settrace(traced)
+    assert done == dict.fromkeys(names, 2)
+    assert set(met) == {(1, 1, 1), (2, 2, 2)}
+    assert len({frozenset(pipelines.get(name).pids().values()) for name in names}) == 1, "they share what is new"
+
+
+def test_a_strict_reload_changes_all_names_or_none(pipelines: Repository, broken: Make) -> None:
+    opened(pipelines, {name: chain(name) for name in "ab"})
+    pids = pipelines.get("a").pids()
+    for first, second in (("a", "b"), ("b", "a")):
+        wanted = {first: chain(first, delay_ms=1.0), "new": chain("new"), second: broken(second)}
+        with pytest.raises(ModelError, match="no such model"):
+            dict(pipelines.load_together(wanted, strict=True))
+        assert {entry.name: (entry.state, entry.version) for entry in pipelines.index()} == {
+            "a": ("ready", 1),
+            "b": ("ready", 1),
+            "new": ("failed", 0),
+        }
+        why = {entry.name: entry.why for entry in pipelines.index()}
+        assert why[first].startswith(f"{second} could not be loaded: step refuses: ")
+        assert pipelines.get("a").run(x="x")["y"] == "x" and pipelines.get("a").pids() == pids
+    assert opened(pipelines, {"a": chain("a", "z"), "b": broken("b")})["a"] == 2, "else the others change"
+    assert dict(pipelines.load_together({"a": chain("a"), "new": chain("new")}, strict=True)) == {"a": 3, "new": 1}
 
 
 def test_a_pipeline_that_is_loaded_later_joins_what_stands(pipelines: Repository) -> None:
