@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,7 @@ from weftline.pipelines.placement.reservations import (
     ReservationTable,
     refused,
     without_remainder,
+    without_workers,
 )
 
 TRIES_MAX = 16
@@ -151,6 +152,13 @@ class Reservation:
             left = self._gpus.table.settle(self.owner, device, taken_bytes, free_bytes)
             self._gpus.notify()
             return left
+
+    def shrink(self, ended: Collection[str], taken_bytes: Mapping[str, int], kv_bytes: Mapping[str, int]) -> None:
+        """Release what workers of these names had, which have ended for good; see `ReservationTable.shrink`."""
+        with self._gpus.lock:
+            if self._plan is not None and not self._released:
+                self._gpus.table.shrink(self.owner, without_workers(self._plan, ended), taken_bytes, kv_bytes)
+                self._gpus.notify()
 
     def stop_notifying(self) -> None:
         """Drop `notify`; no call of it is in progress when this returns."""

@@ -117,6 +117,7 @@ class Runtime:
             ev.LogWarning: lambda command: _log.warning("%s", command.message),
             ev.LogDeath: self._log_death,
             ev.OpenIngress: self._open_ingress,
+            ev.ReturnMemory: self._return_memory,
             ev.ProgramEnded: lambda command: self._forget_program(command.program),
         }
         self._thread = threading.Thread(target=self._run_thread, name="weftline-runtime", daemon=True)
@@ -241,6 +242,11 @@ class Runtime:
         ended = self._programs.pop(program, None)
         if ended is not None:
             self._input_queues.discard(ended.input_queue)
+
+    def _return_memory(self, command: ev.ReturnMemory) -> None:
+        if self._hold is not None:
+            ended = {self.plan.workers[worker].name for worker in command.workers}
+            self._hold.shrink(ended, command.taken_bytes, command.kv_bytes)
 
     def close(self, end: ev.Fail = CLOSED) -> None:
         """Fail every open request with `end`; end every process and arena. Thread-safe, and safe to call twice."""

@@ -12,11 +12,13 @@ it is then set later.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from weftline.engine.protocol import messages as msg
+from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler import kv_sharing
 from weftline.engine.scheduler.state import MeasuredMemory, SchedulerState
 from weftline.pipelines.placement.budget import (
@@ -68,16 +70,42 @@ def on_ready(state: SchedulerState, worker_id: int, message: msg.Ready) -> None:
 def forget_worker(state: SchedulerState, worker_id: int) -> None:
     """Drop the measurements of a worker that ends for good, and wait for it no longer."""
     state.measured.by_worker.pop(worker_id, None)
+    state.measured.ending.add(worker_id)
     device = state.deployed.workers[worker_id].device
     if device:
         _await_no_longer(state, worker_id, device)
 
 
+def return_ended(state: SchedulerState) -> None:
+    """Release the memory of workers that ended for good: their processes and their arenas are gone."""
+    ended = [one for one in sorted(state.measured.ending) if _is_gone(state, one)]
+    if not ended:
+        return
+    state.measured.ending.difference_update(ended)
+    state.measured.ended.update(ended)
+    left = Counter[str]()
+    for worker_id in ended:
+        left.update(kv_sharing.on_retired(state, worker_id))
+    if not any(state.deployed.workers[worker_id].device for worker_id in ended):
+        return
+    taken = {
+        budget.device: sum(one.device_bytes for _, one in _of(state, budget.device))
+        for budget in state.deployed.budgets
+    }
+    state.out.append(ev.ReturnMemory(tuple(sorted(state.measured.ended)), taken, dict(left)))
+
+
+def _is_gone(state: SchedulerState, worker_id: int) -> bool:
+    worker = state.workers[worker_id]
+    return not worker.alive and worker.device_arena not in state.ledger.retired
+
+
 def stats(state: SchedulerState) -> Mapping[str, Any]:
     """Return the memory statistics of each device: total, remainder, workers, arenas and steps, in bytes.
 
-    claims: reservations of the plan, as (step or worker, purpose, bytes).
+    claims: reservations of the plan, as (step or worker, purpose, bytes), without those of workers that ended.
     """
+    ended = {state.deployed.workers[worker_id].name for worker_id in state.measured.ended}
     return {
         budget.device: {
             "total_bytes": budget.total_bytes,
@@ -91,7 +119,9 @@ def stats(state: SchedulerState) -> Mapping[str, Any]:
                 for worker_id, _ in _of(state, budget.device)
             },
             "claims": [
-                (claim.owner, claim.what, claim.bytes) for claim in budget.claims if claim.what not in OF_OTHERS
+                (claim.owner, claim.what, claim.bytes)
+                for claim in budget.claims
+                if claim.what not in OF_OTHERS and claim.worker not in ended
             ],
             "steps": _steps(state, budget.device),
         }

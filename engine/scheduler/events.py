@@ -262,6 +262,19 @@ class ProgramEnded(msgspec.Struct, frozen=True):
     program: int
 
 
+class ReturnMemory(msgspec.Struct, frozen=True):
+    """Release the reserved GPU memory of workers that have ended for good.
+
+    workers:     all that have, so far.
+    taken_bytes: by device, the measured use of the others.
+    kv_bytes:    by device, KV memory that the ones that ended now leave to the llm steps that go on.
+    """
+
+    workers: tuple[int, ...]
+    taken_bytes: Mapping[str, int]
+    kv_bytes: Mapping[str, int]
+
+
 class LogWarning(msgspec.Struct, frozen=True):
     """Log a warning for the operator: one sentence."""
 
@@ -292,6 +305,7 @@ Command = (
     | ForgetArena
     | OpenIngress
     | ProgramEnded
+    | ReturnMemory
     | LogWarning
     | LogDeath
 )

@@ -148,6 +148,10 @@ class KvBudget:
         account = self._accounts[part]
         self._accounts[part] = _Account(account.least, account.least)
 
+    def remove(self, part: Part) -> int:
+        """Remove a part that has ended for good; what it held is for the others. Return its minimum."""
+        return self._accounts.pop(part).least
+
     def rests(self, part: Part) -> None:
         """Exclude a part that is going to sleep: it neither gets nor gives memory until it reports."""
         account = self._accounts[part]

@@ -17,7 +17,7 @@ from weftline.engine.protocol import messages as msg
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.kv_budget import KvBudget, KvUse, Part
 from weftline.engine.scheduler.state import KvAccounts, SchedulerState
-from weftline.pipelines.placement.budget import shares
+from weftline.pipelines.placement.budget import own_kv_bytes, shares
 from weftline.pipelines.placement.plan import Plan, PlannedStep
 
 MOVING_SHARE = 16
@@ -87,6 +87,35 @@ def on_death(state: SchedulerState, worker_id: int) -> None:
     for part, device in state.kv.devices.items():
         if part[0] == worker_id:
             state.kv.budgets[device].died(part)
+
+
+def on_dismissed(state: SchedulerState, worker_id: int) -> None:
+    """Ignore the reports of a worker that ends for good; it holds its memory until its process has ended."""
+    for step in state.steps_of[worker_id]:
+        on_falling_asleep(state, worker_id, step)
+
+
+def on_retired(state: SchedulerState, worker_id: int) -> dict[str, int]:
+    """Remove the parts of a worker that has ended for good; its KV memory is for the others on the device.
+
+    Return, by device, the bytes of those that took them from the remainder when they opened.
+    """
+    left: dict[str, int] = {}
+    for part, device in [(part, device) for part, device in state.kv.devices.items() if part[0] == worker_id]:
+        del state.kv.devices[part]
+        bytes = state.kv.budgets[device].remove(part)
+        if not own_kv_bytes(state.deployments[part[1]]):
+            left[device] = left.get(device, 0) + bytes
+        if device not in state.kv.devices.values():
+            del state.kv.budgets[device]
+    for device, parts in list(state.kv.undivided.items()):
+        for part in [part for part in parts if part[0] == worker_id]:
+            del parts[part]
+        if parts:
+            _divide(state, device)
+        else:
+            del state.kv.undivided[device]
+    return left
 
 
 def on_falling_asleep(state: SchedulerState, worker_id: int, step: int) -> None:

@@ -181,7 +181,7 @@ def _forget(state: SchedulerState, program: Program) -> None:
 
 def _dismiss(state: SchedulerState, worker_id: int) -> None:
     if workers.dismiss(state, worker_id):
-        kv_sharing.on_death(state, worker_id)
+        kv_sharing.on_dismissed(state, worker_id)
     device_memory.forget_worker(state, worker_id)
 
 

@@ -115,6 +115,8 @@ class Scheduler:
             programs.end_retired(state)
         if state.ledger.retired:
             state.out += map(ev.ForgetArena, state.ledger.forget_empty())
+        if state.measured.ending:
+            device_memory.return_ended(state)
         out, state.out = state.out, []
         return out
 

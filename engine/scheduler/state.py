@@ -129,6 +129,8 @@ class MeasuredMemory:
     awaited:     by device, the workers that were never ready.
     left_bytes:  by device, bytes left when everything on it was open.
     over_commit: an error text for each device that is too small.
+    ending:      workers that end for good, and whose memory is reserved yet.
+    ended:       those whose memory was released.
     """
 
     settle: Settle
@@ -136,6 +138,8 @@ class MeasuredMemory:
     awaited: dict[str, set[int]] = field(default_factory=dict)
     left_bytes: dict[str, int] = field(default_factory=dict)
     over_commit: list[str] = field(default_factory=list)
+    ending: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)

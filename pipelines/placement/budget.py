@@ -325,12 +325,17 @@ def _processes(plan: Plan, device: str, needs: Needs, gpu: GpuPolicy) -> list[Cl
     claims = []
     for worker in plan.workers:
         if worker.device == device:
-            claims.append(Claim(worker.name, CONTEXT, context, source))
+            claims.append(Claim(worker.name, CONTEXT, context, source, worker.name))
             if worker.device_arena_bytes:
                 arena = _source(worker.device_arena_bytes, GpuPolicy().arena_bytes)
-                claims.append(Claim(worker.name, ARENA, worker.device_arena_bytes, arena))
-    ranks = (step for step in plan.steps for own in step.devices if device in _gpus(step, own, needs.steps)[1:])
-    return claims + [Claim(f"{step.name} (rank)", CONTEXT, context, source) for step in ranks]
+                claims.append(Claim(worker.name, ARENA, worker.device_arena_bytes, arena, worker.name))
+    ranks = (
+        (step, plan.workers[worker].name)
+        for step in plan.steps
+        for worker, own in zip(step.workers, step.devices)
+        if device in _gpus(step, own, needs.steps)[1:]
+    )
+    return claims + [Claim(f"{step.name} (rank)", CONTEXT, context, source, worker) for step, worker in ranks]
 
 
 def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim]:
@@ -338,11 +343,12 @@ def _instances(plan: Plan, device: str, needs: Mapping[str, Need]) -> list[Claim
     for step in plan.steps:
         need = needs.get(step.name, Need())
         source = "unknown" if device not in need.bytes else "stated" if need.stated else "measured"
-        for own in step.devices:
+        for at, own in zip(step.workers, step.devices):
             if device in _gpus(step, own, needs):
-                claims.append(Claim(step.name, WORK, need.bytes.get(device, 0), source))
+                worker = plan.workers[at].name
+                claims.append(Claim(step.name, WORK, need.bytes.get(device, 0), source, worker))
                 if need.ranks > 1 and need.kv_bytes:
-                    claims.append(Claim(step.name, KV, need.kv_bytes, "stated"))
+                    claims.append(Claim(step.name, KV, need.kv_bytes, "stated", worker))
     return claims
 
 
@@ -351,8 +357,12 @@ def _kv(plan: Plan, device: str) -> list[Claim]:
     steps = [step for step in plan.steps if shares(step) and device in step.devices]
     if steps and device in kv_limits(plan.limits):
         return [Claim(LLM_STEPS, KV, kv_limits(plan.limits)[device], "stated")]
-    own = ((step, own_kv_bytes(step)) for step in steps for one in step.devices if one == device)
-    return [Claim(step.name, KV, bytes, "stated") for step, bytes in own if bytes]
+    return [
+        Claim(step.name, KV, bytes, "stated", plan.workers[worker].name)
+        for step in steps
+        for worker, one in zip(step.workers, step.devices)
+        if one == device and (bytes := own_kv_bytes(step))
+    ]
 
 
 def _gpus(step: PlannedStep, device: str, needs: Mapping[str, Need]) -> tuple[str, ...]:

@@ -128,12 +128,14 @@ class Claim:
             named by `owner` (`budget.OF_OTHERS`).
     source: 'stated' in the pipeline, 'measured' by a profile, 'assumed' by Weftline, 'claimed' by another pipeline;
             'unknown': neither stated nor measured; `bytes` is 0.
+    worker: name of the worker whose process holds it; '' for what several hold.
     """
 
     owner: str
     what: str
     bytes: int
     source: str
+    worker: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

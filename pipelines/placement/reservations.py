@@ -1,9 +1,10 @@
 """GPU reservations of open pipelines: one memory budget for each GPU.
 
 A version of a pipeline reserves the claims of its plan before it opens, corrects the reservation when the real use of a
-GPU was measured, and releases it when its workers have ended. Reserved memory is not free for other pipelines: the next
-plan is made for a machine with these reservations (`beside`). A sleeping version keeps its reservation, because it must
-be able to wake, and so does a version whose worker is restarting.
+GPU was measured, and releases it when its workers have ended; of an engine with several pipelines, the part of each
+worker when that has ended for good (`shrink`). Reserved memory is not free for other pipelines: the next plan is made
+for a machine with these reservations (`beside`). A sleeping version keeps its reservation, because it must be able to
+wake, and so does a version whose worker is restarting.
 
 Versions whose llm steps use a GPU's remaining memory, and that reserved before that remainder was divided, divide it
 evenly once every reservation there has been measured.
@@ -15,7 +16,7 @@ value or arithmetic on values; the time of each call is decided by the one owner
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,6 +59,7 @@ class ReservedMemory:
     reserve_bytes: memory to keep free; reserves of several pipelines overlap.
     context_bytes: of `bytes`, the base memory of processes; workers do not count it as their own.
     growth_bytes:  of `bytes`, KV memory that steps share beyond their start sizes.
+    share_bytes:   of `bytes`, the share of the remainder that llm steps have, beyond what they opened with.
     fills:         its llm steps have the remainder, or will have it.
     takers:        instances of llm steps that wait for a share of the remainder.
     known:         everything was stated or measured.
@@ -70,6 +72,7 @@ class ReservedMemory:
     reserve_bytes: int
     context_bytes: int = 0
     growth_bytes: int = 0
+    share_bytes: int = 0
     fills: bool = False
     takers: int = 0
     known: bool = True
@@ -156,12 +159,42 @@ class ReservationTable:
         alone = not self._waiting(device, owner)
         if own.takers and (alone or left < 0):
             fills = max(own.bytes, min(needs + left, most))
-            settled = dataclasses.replace(settled, bytes=fills, takers=0 if alone else own.takers)
+            takers, share = 0 if alone else own.takers, fills - settled.bytes
+            settled = dataclasses.replace(settled, bytes=fills, takers=takers, share_bytes=max(0, share))
         self._reserved[owner] = {**self._reserved[owner], device: settled}
         if left >= 0:  # else the version is about to end, and others wait for its release
             self._divide(device)
         part = self._new_shares.pop((owner, device), left)
         return Left(part, others, reserve, waits=self._reserved[owner][device].takers > 0)
+
+    def shrink(
+        self,
+        owner: Owner,
+        left: Plan,
+        taken_bytes: Mapping[str, int],
+        kv_bytes: Mapping[str, int],
+    ) -> None:
+        """Release what workers had that have ended for good.
+
+        left:        the plan without them (`without_workers`).
+        taken_bytes: by device, the measured use of the workers that go on.
+        kv_bytes:    by device, KV memory that ended llm steps leave to those which share the remainder with them.
+        """
+        before = self._reserved.get(owner, {})
+        claimed = {one.device: reserved_memory(left, one) for one in left.budgets}
+        after = {
+            device: _shrunk(own, claimed[device], taken_bytes.get(device, 0), kv_bytes.get(device, 0))
+            for device, own in before.items()
+            if device in claimed
+        }
+        if after == before:
+            return
+        self._reserved[owner] = after
+        self.changes += 1
+        for device in before:
+            if device not in after:
+                self._new_shares.pop((owner, device), None)
+            self._divide(device)
 
     def release(self, owner: Owner) -> None:
         """Release a version's reservations; no-op without any."""
@@ -200,7 +233,7 @@ class ReservationTable:
         count = sum(one.takers for one in takers.values())
         for owner, one in takers.items():
             part = max(0, left) * one.takers // count
-            settled = dataclasses.replace(one, bytes=one.bytes + part, takers=0)
+            settled = dataclasses.replace(one, bytes=one.bytes + part, share_bytes=one.share_bytes + part, takers=0)
             self._reserved[owner] = {**self._reserved[owner], device: settled}
             self._new_shares[owner, device] = part
         self.changes += 1
@@ -266,6 +299,39 @@ def reserved_memory(plan: Plan, budget: DeviceBudget) -> ReservedMemory:
         fills=takers > 0 or budget.kv_bytes > 0 or budget.rest_bytes > 0,
         takers=takers,
         known=all(claim.source != "unknown" for claim in own),
+    )
+
+
+def without_workers(plan: Plan, ended: Collection[str]) -> Plan:
+    """Return a plan without the claims of workers of these names; GPUs on which none is left have no budget."""
+    steps = []
+    for step in plan.steps:
+        left = [(at, own) for at, own in zip(step.workers, step.devices) if plan.workers[at].name not in ended]
+        workers, devices = tuple(at for at, _ in left), tuple(own for _, own in left)
+        steps.append(dataclasses.replace(step, workers=workers, devices=devices))
+    budgets = []
+    for budget in plan.budgets:
+        with_kv = any(shares(step) and budget.device in step.devices for step in steps)
+        claims = [one for one in budget.claims if one.worker not in ended and (with_kv or one.owner != LLM_STEPS)]
+        if any(one.worker for one in claims):
+            kv_bytes, rest_bytes = (budget.kv_bytes, budget.rest_bytes) if with_kv else (0, 0)
+            budgets.append(dataclasses.replace(budget, claims=tuple(claims), kv_bytes=kv_bytes, rest_bytes=rest_bytes))
+    return dataclasses.replace(plan, steps=tuple(steps), budgets=tuple(budgets))
+
+
+def _shrunk(own: ReservedMemory, claimed: ReservedMemory, taken_bytes: int, kv_bytes: int) -> ReservedMemory:
+    """Return a reservation for the claims that are left of it."""
+    needs = claimed.context_bytes + taken_bytes + claimed.growth_bytes if own.measured else 0
+    share = own.share_bytes + kv_bytes if claimed.fills else 0
+    return dataclasses.replace(
+        claimed,
+        total_bytes=own.total_bytes,
+        bytes=min(own.bytes, max(claimed.bytes, needs) + share),
+        share_bytes=share,
+        takers=min(own.takers, claimed.takers),
+        known=own.known or claimed.known,
+        free_bytes=own.free_bytes,
+        measured=own.measured,
     )
 
 

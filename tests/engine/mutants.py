@@ -17,6 +17,7 @@ import pytest
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.messages import BatchDone
 from weftline.engine.scheduler import (
+    device_memory,
     device_messages,
     dispatch,
     estimates,
@@ -743,6 +744,16 @@ def a_worker_that_ends_while_a_program_uses_it(patch: pytest.MonkeyPatch, draws:
 @mutant
 def a_worker_that_outlives_the_programs_that_use_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
     patch.setattr(programs, "_dismiss", lambda state, worker: None)
+
+
+@mutant
+def memory_that_is_returned_while_a_process_has_it(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(device_memory, "_is_gone", lambda state, worker: True)
+
+
+@mutant
+def memory_of_an_ended_worker_that_is_never_returned(patch: pytest.MonkeyPatch, draws: random.Random) -> None:
+    patch.setattr(device_memory, "_is_gone", lambda state, worker: False)
 
 
 @mutant

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -161,6 +161,7 @@ class ProgramWorld:
         self._dispatches: set[int] = set()
         self._chains: dict[int, tuple[msg.Chain, Version | None]] = {}
         self._arenas: set[int] = {0}
+        self._returned: set[int] = set()  # workers whose memory was released
 
     # what is done to them
 
@@ -356,6 +357,23 @@ class ProgramWorld:
         for name, count in version.counts.items():
             if getattr(counters, name) != count:
                 raise AssertionError(f"{version.plan.name} counts {getattr(counters, name)} {name}, and it had {count}")
+
+    def returned(self, command: ev.ReturnMemory, alive: Container[int]) -> None:
+        """Check that memory is released of workers that no program uses, and whose processes and arenas are gone."""
+        state = self._scheduler.state
+        for one in sorted({*command.workers} - self._returned):
+            worker = state.workers[one]
+            if not worker.unused or one in alive or state.ledger.knows(worker.device_arena):
+                raise AssertionError(f"the memory of worker {worker.name} was released, and it has it yet")
+        if not self._returned < {*command.workers}:
+            raise AssertionError(f"memory of {command.workers} was released, and of {self._returned} before")
+        self._returned = {*command.workers}
+
+    def check_returned(self, alive: Container[int]) -> None:
+        """Check that the memory of all workers was released that have ended for good."""
+        for one, worker in enumerate(self._scheduler.workers):
+            if worker.unused and one not in alive and self._plan.workers[one].device and one not in self._returned:
+                raise AssertionError(f"worker {worker.name} has ended for good, and its memory is reserved")
 
     def quiet(self) -> bool:
         """Return True if all retired programs have ended."""

@@ -723,6 +723,8 @@ class World:
                     self.programs.ingress(command.arena)
                 case ev.ProgramEnded():
                     self.programs.ended(command.program, {item for one in self.arena_of for item in self.items_of(one)})
+                case ev.ReturnMemory():
+                    self.programs.returned(command, self.arena_of)
                 case ev.Refuse():
                     self.programs.check_end(command, self.now)
                     queued = any(self.scheduler.queued.values())
@@ -930,6 +932,7 @@ class World:
                 raise AssertionError(f"{queue.name}: a sequence still waits for items that will never come")
         if scheduler.state.timers.any:
             raise AssertionError(f"timers are still set: {scheduler.state.timers.at}")
+        self.programs.check_returned(self.arena_of)
         self.programs.check_rest({chain for held in self.chains.values() for chain in held})
         if any(one.admission.size_bytes for one in scheduler.state.programs.values()):
             raise AssertionError("admission still counts bytes")

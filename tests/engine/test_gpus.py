@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.fire import wait_until
 from weftline.engine import gpus as gpus_module
 from weftline.engine import planned_pipeline as planned_module
 from weftline.engine import versions
@@ -451,6 +452,51 @@ def test_threads_that_load_and_unload_leave_nothing_claimed(make: Callable[..., 
         assert all(bytes <= 100 * MIB for bytes in gpus.reserved_bytes.values())
     assert gpus.reserved_bytes == {}
     assert {*outcomes} <= {None, "PipelineError", "ModelError", "InputError"}, outcomes
+
+
+SHARED = "".join(f"\n\nclass Says{at}(Says):\n    '''A model.'''\n" for at in range(5))
+SIZES_MIB = (3, 5, 7, 11, 13)
+
+
+def shared(base_dir: Path, steps: Sequence[int]) -> Builder:
+    """Return a pipeline of steps that share their nodes with those of others; each has a process."""
+    gpu = {"reserve_bytes": 2 * MIB, "context_bytes": MIB, "processes": "separate"}
+    p = Builder("one", base_dir=base_dir, limits={"arena_bytes": MIB}, gpu=gpu)
+    x = p.input("x", "text")
+    for at in steps:
+        size = SIZES_MIB[at] * MIB
+        step = p.step(f"s{at}", f"nodes.py:Says{at}", text=x, device="fake:0", device_bytes=size, share=True)
+        p.output(f"y{at}", step.output)
+    return p
+
+
+@pytest.mark.slow
+def test_memory_of_ended_processes_is_returned_over_random_reloads(tmp_path: Path) -> None:
+    """After each change exactly the processes that are left have reserved memory: 1 MiB each, and their models."""
+    (tmp_path / "nodes.py").write_text(NODES + SHARED)
+    rng, gpus = random.Random(3), GpuReservations()
+    machine = Machine(2, 8 << 30, (Device("fake:0", 1000 * MIB),))
+    sums = set[int]()
+
+    def in_use(pipelines: Repository) -> int:
+        sessions = [pipelines.get(entry.name) for entry in pipelines.index()]
+        nodes = {one for session in sessions for one in session.loaded_nodes()}
+        processes = {pid for session in sessions for pid in session.pids().values()}
+        return sum(SIZES_MIB[int(name.rpartition("s")[2])] * MIB for name, _ in nodes) + len(processes) * MIB
+
+    with Repository(machine=machine, gpus=gpus) as pipelines:
+        for _ in range(20):
+            name, drawn = rng.choice("abc"), sorted(rng.sample(range(5), rng.randint(1, 3)))
+            if not pipelines.index():
+                wanted = {name: shared(tmp_path, sorted(rng.sample(range(5), 3))) for name in "abc"}
+                assert set(dict(pipelines.load_together(wanted)).values()) == {1}
+            elif rng.random() < 0.25 and any(entry.name == name for entry in pipelines.index()):
+                pipelines.unload(name)
+            else:
+                pipelines.load(name, shared(tmp_path, drawn))
+            wait_until(lambda: gpus.reserved_bytes.get("fake:0", 0) == in_use(pipelines), 10)
+            sums.add(in_use(pipelines))
+    assert gpus.reserved_bytes == {} and len(sums) > 6
 
 
 def test_a_process_has_one_object_that_lives_while_it_is_used(make: Callable[..., Builder]) -> None:

@@ -329,3 +329,8 @@ def test_calm_steps_release_what_a_long_request_needs():
     assert at(budget, 2 * CALM_MS + 600, a=want, b=idle) == [Resize(B, 400)]
     budget.confirmed(B, 400)
     assert at(budget, 2 * CALM_MS + 1600, a=want, b=calm(400)) == [Resize(A, 600)]
+
+
+def test_memory_of_a_part_that_ended_for_good_is_for_the_others() -> None:
+    budget = KvBudget(TOTAL, {A: 400, B: 400})
+    assert budget.remove(A) == 400 and budget.unassigned == TOTAL - 400 and set(budget.held) == {B}

@@ -16,7 +16,7 @@ from weftline.pipelines.placement.needs import Need, Needs
 from weftline.pipelines.placement.place import place
 from weftline.pipelines.placement.plan import Claim, DeviceBudget, Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.placement.reservations import Owner, ReservationTable, reserved_memory
+from weftline.pipelines.placement.reservations import Owner, ReservationTable, reserved_memory, without_workers
 from weftline.pipelines.spec.graph import Step
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.policy import GpuPolicy, Limits
@@ -371,3 +371,43 @@ def test_reservations_never_exceed_the_gpu_and_are_all_released(events: list) ->
     for owner in held:
         reservations.release(owner)
     assert reservations.reserved_bytes == {} and reservations.alone(Owner("p", 99))
+
+
+SEVERAL = """
+weftline: 1
+name: several
+inputs: {photo: image, x: "float32[4, 8]"}
+gpu: {processes: separate, context_bytes: 1073741824}
+steps:
+  one: {node: name, device_bytes: 4294967296, inputs: {image: photo}}
+  two: {node: name, device_bytes: 2147483648, inputs: {image: photo}}
+  grow: {node: grow, KNOWN, inputs: {x: x}}
+  more: {node: grow, device_bytes: 1073741824, inputs: {x: x}}
+outputs: {a: one.label, b: two.label, c: grow.y, d: more.y}
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_ended_workers_had_is_released_and_shared_kv_memory_stays(
+    device_catalog: dict[str, str], known: bool
+) -> None:
+    """Sizes in GiB: processes have 1 and their steps 4, 2, 1 and 1; the llm steps divide what is left of 23."""
+    text = SEVERAL.replace("KNOWN", "device_bytes: 1073741824" if known else "instances: 1")
+    plan = make_plan(load_yaml(text, "several.yaml", Path(), device_catalog), ONE, device_catalog)
+    reservations = ReservationTable()
+    reservations.try_reserve(OCR, plan)
+
+    def held() -> float:
+        return reservations.reserved_bytes.get("cuda:0", 0) / GIB
+
+    takes = {"one": 4, "two": 2, "grow": 3, "more": 3}  # measured; of the llm steps 2 are their first KV memory
+    assert held() == (23 if known else 11)
+    left = reservations.settle(OCR, "cuda:0", sum(takes.values()) * GIB, 24 * GIB - (sum(takes.values()) + 4) * GIB)
+    assert held() == 23 and left.bytes == 7 * GIB
+    for gone, then in (("one", 18), ("grow", 16), ("two", 13), ("more", 0)):
+        del takes[gone]
+        ended = {"one", "two", "grow", "more"} - takes.keys()
+        kept = {"cuda:0": 2 * GIB} if gone == "grow" and not known else {}
+        reservations.shrink(OCR, without_workers(plan, ended), {"cuda:0": sum(takes.values()) * GIB}, kept)
+        assert held() == then, gone
+    assert reservations.reserved_bytes == {} and reservations.alone(CHAT)
