@@ -23,6 +23,7 @@ from weftline.engine.client.model import DescribedModel
 from weftline.engine.client.steps import Refused, SendRequest, Steps
 from weftline.engine.request import RequestOptions, checked_options
 from weftline.engine.result import Result, StreamedOutput
+from weftline.engine.serving.deployments import DeploymentState
 from weftline.engine.serving.model_info import ModelState
 from weftline.errors import SessionClosed
 
@@ -112,6 +113,13 @@ class AsyncClient(ClientBase):
     async def stats(self, model: str = "") -> dict[str, ModelStats]:
         """Return the statistics of a model and of its steps by name; '' for every model."""
         return await self._drive(self._calls.stats(model))
+
+    async def deployments(self) -> tuple[DeploymentState, ...]:
+        """Return the nodes that the server has loaded, with the steps of one's models that share each.
+
+        Empty from servers other than `weftline serve`.
+        """
+        return await self._drive(self._calls.deployments())
 
     async def load(self, model: str, *, deadline_ms: float | None = None) -> int:
         """Load or reload a model in the server's repository, and return its version."""

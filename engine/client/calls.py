@@ -35,6 +35,7 @@ from weftline.engine.client.steps import (
 )
 from weftline.engine.request import RequestOptions
 from weftline.engine.result import Result
+from weftline.engine.serving.deployments import DeploymentState
 from weftline.engine.serving.model_info import READY, ModelState
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Tensor, WantedOutput
 from weftline.engine.serving.v2.parameters import EMPTY_FINAL
@@ -43,6 +44,8 @@ from weftline.errors import DeadlineExceeded, InputError, SessionClosed, Weftlin
 from weftline.nodes.urgency import PRIORITY_MAX
 
 pb: Any = service_pb2
+
+DEPLOYMENTS = "/weftline.Server/Deployments"
 
 
 class ClientBase:
@@ -221,6 +224,22 @@ class Calls:
             found |= {one.name: _model_stats(one) for one in response.model_stats}
         return {name: one for name, one in found.items() if not model or name == model or name.startswith(f"{model}.")}
 
+    def deployments(self) -> Steps[tuple[DeploymentState, ...]]:
+        """Return the nodes that the server has loaded, with the steps that share each; () from other servers."""
+        from weftline.engine.serving.grpc.protos import WEFTLINE
+
+        try:
+            data = yield SendRequest(DEPLOYMENTS, WEFTLINE.DeploymentsRequest().SerializeToString(), SHORT_MS / 1000)
+        except Refused as refused:
+            if refused.refusal.status == "UNIMPLEMENTED":
+                return ()
+            raise self.error_of(refused.refusal) from None
+        found = WEFTLINE.DeploymentsResponse.FromString(data).deployments
+        fields = DeploymentState.__struct_fields__
+        return tuple(
+            msgspec.convert({name: _plain(getattr(one, name)) for name in fields}, DeploymentState) for one in found
+        )
+
     def load(self, model: str, deadline_ms: float | None = None) -> Steps[int]:
         """Load or reload a model and return its version; 0 if the server does not report it."""
         retry_state = self.retry_state(deadline_ms, retries=0)
@@ -333,6 +352,11 @@ def _parse_response(data: bytes) -> InferResponse:
         return parse_response(data)
     except InputError as error:  # in a client, the server's error
         raise InvalidResponse(f"the answer cannot be read: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a protobuf field's value; a repeated one as a list."""
+    return value if isinstance(value, str | int) else list(value)
 
 
 def _version_number(version: str) -> int:

@@ -38,6 +38,7 @@ from weftline.engine.runtime.clock import Clock, MonotonicClock
 from weftline.engine.runtime.descriptors import shortage
 from weftline.engine.runtime.health import Health, judge
 from weftline.engine.runtime.opening import OPENING, Opening, Progress
+from weftline.engine.runtime.processes import resident_bytes
 from weftline.engine.runtime.running_program import RunningProgram
 from weftline.engine.runtime.stats import snapshot
 from weftline.engine.runtime.timer import WakeTimer
@@ -45,7 +46,8 @@ from weftline.engine.runtime.worker_processes import WorkerProcesses
 from weftline.engine.scheduler import events as ev
 from weftline.engine.scheduler.scheduler import Scheduler
 from weftline.errors import LimitReached, ModelError, SessionClosed
-from weftline.pipelines.placement.plan import Plan
+from weftline.pipelines.placement.plan import Plan, PlannedStep
+from weftline.pipelines.render.text import model_name, node_name
 from weftline.shm.arena import HostArena
 from weftline.shm.block import PAGE_BYTES, Block, Key, align_up
 
@@ -648,6 +650,17 @@ class Runtime:
         steps = [self.plan.steps[deployment] for deployment in held.deployments.values()] if held is not None else []
         return {self.plan.workers[worker].name for step in steps for worker in step.workers}
 
+    def _node(self, step: PlannedStep, pids: Mapping[str, int]) -> dict[str, Any]:
+        """Return the node of a deployment as files name it, its devices, and the memory of its processes."""
+        running = {self.plan.workers[worker].name for worker in step.workers} & pids.keys()
+        return {
+            "node": node_name(step),
+            "model": model_name(step),
+            "heavy": step.heavy,
+            "devices": list(dict.fromkeys(step.devices or (step.device,))),
+            "resident_bytes": sum(resident_bytes(pids[worker]) for worker in running),
+        }
+
     def stats(self, program: int) -> Mapping[str, Any]:
         """Return a snapshot: counters, ledger, queues, and bytes copied in, between workers and out.
 
@@ -658,10 +671,11 @@ class Runtime:
             if held is None:
                 raise self._closed_error()
             seen = snapshot(self.scheduler, program, held, self._worker_names(program))
-            dropped = self.fleet.output.dropped_bytes()
+            dropped, pids = self.fleet.output.dropped_bytes(), self.fleet.pids()
         own = {name: self.plan.steps[deployment].name for name, deployment in held.deployments.items()}
         return {
             **seen,
+            "nodes": {name: self._node(self.plan.steps[one], pids) for name, one in held.deployments.items()},
             "engine": id(self),
             "deployments": own,
             "output_dropped_bytes": {name: dropped[of] for name, of in own.items() if of in dropped},

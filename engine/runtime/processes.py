@@ -25,6 +25,8 @@ from weftline.engine.runtime import descendants
 from weftline.engine.runtime.output import LINES_KEPT, OutputPipe
 from weftline.pipelines.spec.document import is_secret
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 KEPT_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH",
     "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME", "SSL_CERT_FILE", "VIRTUAL_ENV",
@@ -182,3 +184,11 @@ def _environment(parent: Mapping[str, str], threads: int) -> dict[str, str]:
     kept["OMP_WAIT_POLICY"] = "passive"  # threads that spin while they wait take the cores of the other workers
     kept["TOKENIZERS_PARALLELISM"] = "false"
     return kept
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process, of which others may share a part; 0 when it is gone."""
+    try:
+        return int(Path("/proc", str(pid), "statm").read_text("ascii").split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -128,15 +128,6 @@ class LocalBackend:
                 continue  # it ended this very moment
         return serving
 
-    def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Return the steps that use each loaded node which several use, as `model: step`."""
-        users: dict[tuple[int, str], list[str]] = {}
-        for model in self.sessions():
-            stats = self.stats(model)
-            for step, deployment in stats.get("deployments", {}).items():
-                users.setdefault((stats["engine"], deployment), []).append(f"{model}: {step}")
-        return tuple(tuple(one) for one in users.values() if len(one) > 1)
-
     def stats(self, model: str) -> Mapping[str, Any]:
         try:
             return self._session(model).stats()

@@ -32,6 +32,7 @@ from weftline.engine.serving.auth.tls import TlsFiles
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Observer
 from weftline.engine.serving.config import ServeConfig
+from weftline.engine.serving.deployments import DeploymentState, deployments_of
 from weftline.engine.serving.frontend.messages import GRPC, HTTP, IngressSpec
 from weftline.engine.serving.frontend.supervisor import FrontendManager
 from weftline.engine.serving.grpc.server import GrpcServer
@@ -55,13 +56,13 @@ class ServeOptions:
 
     grpc: 'host:port' or 'unix:PATH'.
     http: 'http://host:port', or https; '' without HTTP.
-    shared: the steps that use each node which several use, as `model: step`.
+    deployments: the nodes that are loaded, with the steps that share each.
     """
 
     grpc: str
     http: str
     models: tuple[ModelState, ...]
-    shared: tuple[tuple[str, ...], ...] = ()
+    deployments: tuple[DeploymentState, ...] = ()
 
 
 async def serve(
@@ -150,7 +151,7 @@ class Server:
             ports = await self._frontends.start_ingress(IngressSpec("http", (HTTP,), config))
             scheme = "https" if config.tls is not None else "http"
             http_at = f"{scheme}://{_address(config.http.host, ports[HTTP])}"
-        return ServeOptions(grpc_at, http_at, self.backend.index(), self.backend.shared())
+        return ServeOptions(grpc_at, http_at, self.backend.index(), deployments_of(self.backend))
 
     async def drain(self, grace_s: float) -> None:
         """Report not ready, refuse new work, and let open requests finish for at most `grace_s` seconds."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from weftline.nodes.catalog import CATALOG, engines_of
 from weftline.nodes.ports import Port, PortType
-from weftline.pipelines.placement.budget import budget_lines
+from weftline.pipelines.placement.budget import WORK, budget_lines
 from weftline.pipelines.placement.gpu_assignment import work_rows
 from weftline.pipelines.placement.place import size_text
 from weftline.pipelines.placement.plan import Plan, PlannedInput, PlannedStep
@@ -65,17 +65,34 @@ def explain_shared(shared: SharedPlan) -> str:
     """Return what pipelines load together as text: each deployment with the steps that use it, processes and memory."""
     plan = shared.plan
     used = users(shared)
+    heads = ("name", "node", "instances", "batch", "memory", "worker", "used by")
     rows = [
-        [[step.name], [subtitle(step)], [", ".join(plan.workers[one].name for one in step.workers)], list(used[at])]
+        [
+            [step.name],
+            [subtitle(step)],
+            [str(len(step.workers))],
+            [batch_text(step)],
+            [_claimed_text(step, plan)],
+            [plan.workers[one].name for one in step.workers],
+            list(used[at]),
+        ]
         for at, step in enumerate(plan.steps)
         if not step.control
     ]
-    parts = ["Loaded once for all of its users", *_table(rows, ("name", "node", "worker", "used by"))]
+    parts = ["Loaded once for all of its users", *_table(rows, heads)]
     parts += ["", "Workers, one process each", *_workers(plan)]
     for budget in plan.budgets:
         parts += ["", f"Memory of {budget.device}", *(f"  {line}" for line in budget_lines(budget))]
     parts += ["", *_memory(plan)]
     return "\n".join(parts) + "\n"
+
+
+def _claimed_text(step: PlannedStep, plan: Plan) -> str:
+    """Return what all instances of a step claim of GPUs, for display."""
+    claims = [one for budget in plan.budgets for one in budget.claims if (one.owner, one.what) == (step.name, WORK)]
+    if any(claim.source == "unknown" for claim in claims):
+        return "not measured"
+    return size_text(sum(claim.bytes for claim in claims)) if claims else "-"
 
 
 def users(shared: SharedPlan) -> list[list[str]]:
@@ -131,6 +148,14 @@ def node_name(step: PlannedStep) -> str:
     names = {path: name for name, path in CATALOG.items()}
     names |= {path: f"{name} ({engine})" for name in CATALOG for engine, path in engines_of(name).items()}
     return step.control or names.get(step.node, step.node)
+
+
+def model_name(step: PlannedStep) -> str:
+    """Return the model that a step's option `model` names, without the folder or address that it is in; '' for none."""
+    model = step.options.get("model")
+    if not isinstance(model, str):
+        return ""
+    return model.rstrip("/").rpartition("/")[2] if model.startswith(("/", "~", ".")) or "://" in model else model
 
 
 def subtitle(step: PlannedStep, batch: bool = False) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weftline.engine.client.calls import ModelStats
     from weftline.engine.client.client import Client
     from weftline.engine.client.options import ClientTls
+    from weftline.engine.serving.deployments import DeploymentState
     from weftline.engine.serving.model_info import ModelState
 
 WATCH_S = 2.0
@@ -200,11 +201,13 @@ def unload_model(remote: Remote, name: str, out: TextIO) -> None:
 
 def _print_status(client: Client, url: str, out: TextIO, as_json: bool, before: str) -> int:
     models, figures, ready = client.models(), client.stats(), client.ready()  # the first fails where there is no server
+    deployments = client.deployments()
     if as_json:
         shown = {"url": url, "live": True, "ready": ready, "models": [_model_json(one, figures) for one in models]}
+        shown["deployments"] = [msgspec.structs.asdict(one) for one in deployments]
         print(json.dumps(shown), file=out)
     else:
-        lines = [f"{url}: {'ready' if ready else 'not ready'}", *_table(models, figures)]
+        lines = [f"{url}: {'ready' if ready else 'not ready'}", *_table(models, figures), *_nodes(deployments)]
         print(before + "\n".join(map(printable, lines)), file=out)
     out.flush()
     failed = any(one.state == UNAVAILABLE and one.why not in ("", NOT_LOADED) for one in models)
@@ -234,13 +237,35 @@ def _table(models: Sequence[ModelState], figures: dict[str, ModelStats]) -> Iter
             spent = [f"{ms:.2f}" for ms in (found.total_ms, found.queue_ms, found.run_ms)]
             cells = [str(found.requests), str(found.failed), *spent, f"{found.batch:.1f}"]
         rows.append([one.name, one.state, str(one.version or "-"), *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, state, *cells in rows:
-        aligned = [cell.rjust(width) for cell, width in zip(cells, widths[2:], strict=True)]
-        yield "  " + "  ".join([name.ljust(widths[0]), state.ljust(widths[1]), *aligned]).rstrip()
+    yield from _aligned(rows)
     for one in models:
         if one.why:
             yield f"  {one.name}: {one.why}"
+
+
+def _nodes(deployments: Sequence[DeploymentState]) -> Iterator[str]:
+    """Yield aligned lines of the nodes that have a model or several users."""
+    shown = [one for one in deployments if one.heavy or one.shared]
+    if not shown:
+        return
+    rows = [["node", "device", "ready", "asleep", "queue", "batch", "memory", "KV memory", "used by"]]
+    for one in shown:
+        counts = f"{one.ready}/{one.instances}", str(one.asleep), str(one.queued)
+        name, devices = f"{one.node} {one.model}".strip(), ", ".join(one.devices)
+        rows.append([name, devices, *counts, one.batches, one.memory, one.kv or "-", one.users])
+    yield ""
+    yield from _aligned(rows, last=1)
+
+
+def _aligned(rows: Sequence[Sequence[str]], last: int = 0) -> Iterator[str]:
+    """Yield rows as lines: the first two columns and the last ones on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at < 2 or at >= len(row) - last else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
 
 
 def _read_token(file: Path) -> str:

@@ -205,13 +205,15 @@ def _check_files(config: ServeConfig) -> None:
 
 
 def announced(serving: ServeOptions) -> list[str]:
-    """Return a line for each address, for each model with its state, and for each node that several steps use."""
+    """Return a line for each address, each model with its state, and each node that loads a model or is shared."""
+    from weftline.engine.serving.deployments import described
+
     lines = [f"grpc  {serving.grpc}"]
     if serving.http:
         lines.append(f"http  {serving.http}")
     for model in serving.models:
         lines.append(f"model {model.name}: {model.state}" + (f", version {model.version}" if model.version else ""))
-    return [*lines, *(f"loaded once for {', '.join(steps)}" for steps in serving.shared)]
+    return [*lines, *(f"node  {line}" for line in described(serving.deployments))]
 
 
 def run_token(options: TokenOptions, out: TextIO, err: TextIO) -> None:

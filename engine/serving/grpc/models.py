@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from weftline.engine.serving.backend import Backend
-from weftline.engine.serving.grpc.protos import CONFIG, V2
+from weftline.engine.serving.deployments import deployments_of
+from weftline.engine.serving.grpc.protos import CONFIG, V2, WEFTLINE
 from weftline.engine.serving.grpc.service import CALLER, Unary
 from weftline.engine.serving.identity import NAME
 from weftline.engine.serving.lifecycle import DrainSwitch
@@ -114,6 +117,11 @@ class GrpcModels:
         else:
             versions = {one.name: one.version for one in self._seen() if one.version > 0}
         return _statistics_response(await self._figures(versions))
+
+    async def deployments(self, request: Any) -> Any:
+        """Return the deployments of the caller's models; method of Weftline's own service."""
+        found = deployments_of(self._backend, CALLER.get().may_use_model)
+        return WEFTLINE.DeploymentsResponse(deployments=map(msgspec.structs.asdict, found))
 
     # the repository
 

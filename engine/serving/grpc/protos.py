@@ -1,4 +1,4 @@
-"""Protobuf messages and services: tritonclient's stubs for v2, own health and reflection.
+"""Protobuf messages and services: tritonclient's stubs for v2, own health and reflection, and Weftline's own service.
 
 `grpcio-health-checking` and `grpcio-reflection` have the same messages, but their current releases conflict with the
 protobuf version that tritonclient needs. The definitions below are loaded into a private descriptor pool, so that a
@@ -99,6 +99,35 @@ service { name: "ServerReflection"
 }
 """
 
+# What v2 has no message for. Fields are those of `deployments.DeploymentState`.
+_WEFTLINE = """
+name: "weftline/server.proto" package: "weftline" syntax: "proto3"
+message_type { name: "DeploymentsRequest" }
+message_type { name: "DeploymentsResponse"
+  field { name: "deployments" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: ".weftline.Deployment" }
+}
+message_type { name: "Deployment"
+  field { name: "node" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "model" number: 2 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "steps" number: 3 label: LABEL_REPEATED type: TYPE_STRING }
+  field { name: "others" number: 4 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "heavy" number: 5 label: LABEL_OPTIONAL type: TYPE_BOOL }
+  field { name: "instances" number: 6 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "ready" number: 7 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "asleep" number: 8 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "devices" number: 9 label: LABEL_REPEATED type: TYPE_STRING }
+  field { name: "queued" number: 10 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "items_max" number: 11 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "device_bytes" number: 12 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "resident_bytes" number: 13 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "kv_bytes" number: 14 label: LABEL_OPTIONAL type: TYPE_INT64 }
+  field { name: "kv_used_bytes" number: 15 label: LABEL_OPTIONAL type: TYPE_INT64 }
+}
+service { name: "Server"
+  method { name: "Deployments" input_type: ".weftline.DeploymentsRequest" output_type: ".weftline.DeploymentsResponse" }
+}
+"""
+
 _POOL = DescriptorPool()
 
 
@@ -115,10 +144,12 @@ V2: Any = service_pb2
 CONFIG: Any = model_config_pb2
 HEALTH: Any = _stubs(_HEALTH)
 REFLECTION: Any = _stubs(_REFLECTION)
+WEFTLINE: Any = _stubs(_WEFTLINE)
 
 INFERENCE_SERVICE: ServiceDescriptor = V2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 HEALTH_SERVICE: ServiceDescriptor = HEALTH.DESCRIPTOR.services_by_name["Health"]
 REFLECTION_SERVICE: ServiceDescriptor = REFLECTION.DESCRIPTOR.services_by_name["ServerReflection"]
+WEFTLINE_SERVICE: ServiceDescriptor = WEFTLINE.DESCRIPTOR.services_by_name["Server"]
 
-FILES: tuple[FileDescriptor, ...] = (CONFIG.DESCRIPTOR, V2.DESCRIPTOR, HEALTH.DESCRIPTOR, REFLECTION.DESCRIPTOR)
+FILES: tuple[FileDescriptor, ...] = tuple(one.DESCRIPTOR for one in (CONFIG, V2, HEALTH, REFLECTION, WEFTLINE))
 """Files of reflection, each after those it imports."""

@@ -17,6 +17,7 @@ from weftline.engine.serving.grpc.protos import (
     INFERENCE_SERVICE,
     REFLECTION,
     REFLECTION_SERVICE,
+    WEFTLINE_SERVICE,
 )
 from weftline.engine.serving.grpc.service import Bidirectional
 
@@ -26,7 +27,9 @@ METHOD = "ServerReflectionInfo"
 INVALID_ARGUMENT, NOT_FOUND = (3, "invalid argument"), (5, "not found")
 """gRPC status codes and their texts, for error responses."""
 
-_LISTED = sorted(service.full_name for service in (INFERENCE_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE))
+_LISTED = sorted(
+    service.full_name for service in (INFERENCE_SERVICE, HEALTH_SERVICE, REFLECTION_SERVICE, WEFTLINE_SERVICE)
+)
 
 
 def make_reflection() -> Bidirectional:

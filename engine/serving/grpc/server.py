@@ -24,7 +24,12 @@ from weftline.engine.serving.grpc.health import GrpcHealth
 from weftline.engine.serving.grpc.infer import Inference
 from weftline.engine.serving.grpc.memory import GrpcSharedMemory
 from weftline.engine.serving.grpc.models import Figures, GrpcModels
-from weftline.engine.serving.grpc.protos import HEALTH_SERVICE, INFERENCE_SERVICE, REFLECTION_SERVICE
+from weftline.engine.serving.grpc.protos import (
+    HEALTH_SERVICE,
+    INFERENCE_SERVICE,
+    REFLECTION_SERVICE,
+    WEFTLINE_SERVICE,
+)
 from weftline.engine.serving.grpc.reflection import METHOD, SERVICES, make_reflection
 from weftline.engine.serving.grpc.service import (
     InferMethod,
@@ -105,6 +110,9 @@ class GrpcServer(NetworkServer):
         self.methods |= {
             f"/{v2}/ModelInfer": InferMethod(inference),
             f"/{v2}/ModelStreamInfer": StreamMethod(stream),
+            f"/{WEFTLINE_SERVICE.full_name}/Deployments": unary(
+                models.deployments, WEFTLINE_SERVICE.methods_by_name["Deployments"]
+            ),
             f"/{check}/Check": unary(health.check, HEALTH_SERVICE.methods_by_name["Check"]),
             f"/{check}/Watch": server_stream(health.watch, HEALTH_SERVICE.methods_by_name["Watch"]),
         }

@@ -69,6 +69,7 @@ _GETS = {
     "/v1/models": "Models that are ready.",
     "/v1/models/{model}": "One model.",
     "/version": "The version of the server.",
+    "/deployments": "Nodes that are loaded, and the steps that share each.",
     "/ping": "Whether the server lives; the same as /livez.",
     "/v2": "What this server is.",
     "/v2/health/live": "Whether the server lives.",

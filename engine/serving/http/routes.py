@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weftline.engine.serving import identity
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
+from weftline.engine.serving.deployments import deployments_of
 from weftline.engine.serving.http import rest_v2
 from weftline.engine.serving.http.context import HttpContext, caller_of
 from weftline.engine.serving.http.docs_page import docs_response
@@ -133,6 +134,9 @@ def _probes(context: HttpContext) -> list[Route]:
         origin = f"{request.url.scheme}://{request.headers.get('host', 'localhost')}"
         return docs_response(_described(context, request), origin)
 
+    async def deployments(request: Request) -> ASGIApp:
+        return json_response(deployments_of(context.backend, caller_of(request).may_use_model))
+
     async def version(request: Request) -> ASGIApp:
         return json_response({"version": identity.version()})
 
@@ -145,6 +149,7 @@ def _probes(context: HttpContext) -> list[Route]:
         _get("/openapi.json", openapi),
         _get("/docs", docs),
         _get("/version", version),
+        _get("/deployments", deployments),
         _both("/ping", probes.live),
     ]
 
