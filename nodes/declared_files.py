@@ -1,11 +1,13 @@
 """Files that a step loads: found by the values of its options, identified by inode, change time and size.
 
-The identity is a matter of `stat`: cheap enough for every start, and different after each write. Contents of models
-that `weftline fetch` has pinned are compared too (`model_store.verify`).
+The identity is a matter of `stat`: cheap enough for every start, and different after each write. Of a folder the names
+of its files count too, so that a shard or a tokenizer that is added later is noticed. Contents of models that `weftline
+fetch` has pinned are compared too (`model_store.verify`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,12 +24,20 @@ FILES_MAX = 1024
 PATH_CHARS_MAX = 1024
 """Longest text that is taken for a path."""
 
+LISTED = frozenset(
+    {".bin", ".gguf", ".jinja", ".json", ".model", ".onnx", ".pt", ".pth", ".safetensors", ".tiktoken", ".txt"}
+)
+"""Endings of the files whose names count in the listing of a folder: those that loaders look for."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """State of a file: any write, replacement or truncation changes it."""
+    """State of a file: any write, replacement or truncation changes it.
+
+    Of the listing of a folder, whose path ends with a slash: a digest of the names instead of a time, and their number.
+    """
 
     path: str
     inode: int
@@ -47,12 +57,21 @@ def identities(paths: Iterable[Path]) -> tuple[FileIdentity, ...]:
     return tuple(found[path] for path in sorted(found))
 
 
-def check_unchanged(step: str, files: Sequence[FileIdentity]) -> None:
-    """Compare the files of a step with what was planned; ModelError names those that differ or are missing."""
+def listings(paths: Iterable[Path]) -> tuple[FileIdentity, ...]:
+    """Return the identity of the listing of each folder, but for models in the hub's cache, which loaders complete."""
+    folders = (path for path in paths if is_folder(path) and path.parent.name != "snapshots")
+    return tuple(one for path in folders if (one := identity(f"{path}{os.sep}")) is not None)
+
+
+def check_unchanged(files: Sequence[FileIdentity]) -> None:
+    """Compare the files of a step with what was planned; ModelError names those that differ or are missing.
+
+    It names no step: steps of several pipelines may use the node.
+    """
     changed = [one.path for one in files if identity(one.path) != one]
     if changed:
         shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-        raise ModelError(f"the files of step {step} changed since it was planned: {shown}; reload the pipeline")
+        raise ModelError(f"its files changed since it was planned: {shown}; reload the pipeline")
 
 
 def named_paths(value: Any, base_dir: Path) -> list[Path]:
@@ -75,7 +94,7 @@ def local_path(text: str, base_dir: Path) -> Path | None:
         if is_url(text):
             return find_stored(text, base_dir)
         path = (base_dir / Path(text).expanduser()).resolve()
-        return path if path.is_file() or path.is_dir() else None
+        return path if path.is_file() or is_folder(path) else None
     except (OSError, ValueError, RuntimeError, ConfigError):
         return None
 
@@ -113,7 +132,7 @@ def texts_of(value: Any, in_list: bool = False) -> Iterator[str]:
 
 def _regular(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
-        if not path.is_dir():
+        if not is_folder(path):
             yield path
             continue
         for folder, folders, names in os.walk(path):
@@ -130,9 +149,21 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def identity(path: str) -> FileIdentity | None:
-    """Return the identity of a file; None if there is none."""
+def is_folder(path: Path) -> bool:
+    """Return whether a folder is there; False for one that may not be seen."""
     try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def identity(path: str) -> FileIdentity | None:
+    """Return the identity of a file, or of a folder's listing; None if there is none."""
+    try:
+        if path.endswith(os.sep):
+            names = [str(one.relative_to(path)) for one in _regular([Path(path)]) if one.suffix.lower() in LISTED]
+            digest = hashlib.sha256("\0".join(sorted(names)).encode("utf-8", "surrogateescape")).digest()
+            return FileIdentity(path, Path(path).stat().st_ino, int.from_bytes(digest[:7]), len(names))
         found = Path(path).stat()
     except OSError:
         return None

@@ -201,7 +201,7 @@ class LocalBackend:
         except (InputError, PipelineError) as error:
             _log_failure(model, error)
             raise ModelError(f"model {model} could not be loaded: {error}") from None
-        except ModelError as error:
+        except WeftlineError as error:
             _log_failure(model, error)
             raise
 

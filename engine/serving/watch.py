@@ -10,18 +10,22 @@ editors write in several steps. A file that is missing or empty has a longer mom
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from weftline.errors import WeftlineError
 from weftline.fields import plain
 from weftline.nodes.contract import ConfigError
-from weftline.nodes.declared_files import identities, texts_of
+from weftline.nodes.declared_files import identities, is_folder, texts_of
 from weftline.nodes.user_code import locate
 from weftline.pipelines.check.checker import examine
 from weftline.pipelines.spec.loader import load_file
 from weftline.pipelines.spec.subpipelines import named_pipelines
+
+_log = logging.getLogger("weftline.ingress")
 
 POLL_S = 0.5
 """Interval between two looks at the files."""
@@ -84,7 +88,7 @@ def state_of(files: Iterable[Path]) -> State:
     """Return the state of files, and of the files below folders."""
     wanted = list(files)
     found = {one.path: (one.inode, one.ctime_ns, one.size_bytes) for one in identities(wanted)}
-    return {**{str(path): () for path in wanted if not path.is_dir()}, **found}
+    return {**{str(path): () for path in wanted if not is_folder(path)}, **found}
 
 
 async def watch(
@@ -95,20 +99,54 @@ async def watch(
     files:   pipeline files by name.
     watched: returns whether the pipeline of a name is to be reloaded now.
     reload:  reloads a pipeline; its WeftlineErrors have been reported.
+
+    Any other error is logged, and the files are looked at again.
     """
-    paths = {name: await asyncio.to_thread(files_of, file) for name, file in files.items()}
-    changes = {name: Changes(await asyncio.to_thread(state_of, paths[name])) for name in files}
+    watchers = {name: _Watched(file) for name, file in files.items()}
     while True:
-        await asyncio.sleep(POLL_S)
-        for name, file in files.items():
-            now = await asyncio.to_thread(state_of, paths[name])
-            if not changes[name].due(now, time.monotonic()) or not watched(name):
-                continue
-            paths[name] |= await asyncio.to_thread(files_of, file)  # before it loads: what changes meanwhile counts
-            changes[name].include(await asyncio.to_thread(state_of, paths[name]))
+        for name, one in watchers.items():
             try:
-                await reload(name)
-                paths[name] = await asyncio.to_thread(files_of, file)
-                changes[name].include(await asyncio.to_thread(state_of, paths[name]))
+                if await one.is_due() and watched(name):
+                    await one.act(partial(reload, name))
             except WeftlineError:
                 continue
+            except Exception as error:
+                one.log(error)
+        await asyncio.sleep(POLL_S)
+
+
+class _Watched:
+    """The files of one pipeline."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._paths: set[Path] = set()
+        self._changes: Changes | None = None
+        self._logged = ""
+
+    async def is_due(self) -> bool:
+        """Look at the files; return True once for each change. The first look finds none."""
+        if self._changes is None:
+            self._paths = await asyncio.to_thread(files_of, self._file)
+            self._changes = Changes(await asyncio.to_thread(state_of, self._paths))
+        now = await asyncio.to_thread(state_of, self._paths)
+        return self._changes.due(now, time.monotonic())
+
+    async def act(self, reload: Callable[[], Awaitable[object]]) -> None:
+        """Reload the pipeline, and watch the files that it has then; of a failed reload, those of both versions."""
+        await self._include(self._paths)  # before it loads: what changes meanwhile counts
+        await reload()
+        await self._include(set())
+        self._logged = ""
+
+    async def _include(self, paths: set[Path]) -> None:
+        self._paths = paths | await asyncio.to_thread(files_of, self._file)
+        if self._changes is not None:
+            self._changes.include(await asyncio.to_thread(state_of, self._paths))
+
+    def log(self, error: Exception) -> None:
+        """Log an error, once while it stays."""
+        what = f"{type(error).__name__}: {error}"
+        if what != self._logged:
+            _log.error("%s cannot be watched: %s", self._file, what, exc_info=error)
+        self._logged = what

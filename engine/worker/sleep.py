@@ -176,7 +176,7 @@ class SleepController:
         node = sleeper.node
         if node is None:
             return self._reopen(step)
-        check_unchanged(step.name, step.files)
+        check_unchanged(step.files)
         with self._device.use_stream(step):
             node.wake()
         self._device.synchronize()  # as after opening

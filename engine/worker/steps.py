@@ -284,7 +284,7 @@ class Opener:
         node = node_class(to_config(node_class, step.options))
         context_stream = 0 if is_fake(step.device) else stream
         verify(step.options, base_dir, progress)
-        check_unchanged(step.name, step.files)
+        check_unchanged(step.files)
         progress("opening", 0.0)
         cache_dir = Path(message.cache_dir)
         memory_limit = (

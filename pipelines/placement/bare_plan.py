@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weftline.fields import copied
 from weftline.nodes.catalog import CATALOG
 from weftline.nodes.contract import StreamNode
-from weftline.nodes.declared_files import identities
+from weftline.nodes.declared_files import identities, listings
 from weftline.nodes.ports import PortType
 from weftline.pipelines.check.checked import Checked, CheckedStep
 from weftline.pipelines.check.checker import examine
@@ -141,7 +141,7 @@ def _step(one: CheckedStep, checked: Checked, uses: Counter[Wire], flow: Streams
         device_bytes=step.device_bytes or 0,
         fills_memory=issubclass(node, StreamNode) and node.fills_memory,
         variables=tuple(node.variables(one.config)),
-        files=identities(one.files),
+        files=(*identities(one.files), *(() if one.user_code else listings(one.files))),
         request_options=tuple(request_options(node, one.config)),
         mixed_options=node.mixed_options,
     )

@@ -52,7 +52,7 @@ class Model(BatchNode):
     def run(self, batch):
         return {"text": [self.weights for _ in batch["text"]]}
 '''
-CHANGED = "the files of step s changed since it was planned: .*weights.txt; reload the pipeline"
+CHANGED = "its files changed since it was planned: .*weights.txt; reload the pipeline"
 
 
 def pipeline(folder: Path, **more: object) -> Builder:

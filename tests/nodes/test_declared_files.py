@@ -10,7 +10,7 @@ from weftline.errors import ModelError
 from weftline.nodes import declared_files
 from weftline.nodes.catalog import resolve
 from weftline.nodes.contract import StepContext
-from weftline.nodes.declared_files import check_unchanged, identities, named_paths
+from weftline.nodes.declared_files import check_unchanged, identities, listings, named_paths
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -46,11 +46,29 @@ def test_a_folder_stands_for_its_files_up_to_a_limit(tmp_path: Path, monkeypatch
     assert len(identities([tmp_path])) == 2
 
 
+def test_a_file_that_is_added_to_a_models_folder_is_noticed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    made(folder, "config.json", "one.safetensors")
+    files = (*identities([folder]), *listings([folder, folder / "config.json", tmp_path / "absent"]))
+    made(folder, "notes.md", ".cache/x.json", "run.log")
+    check_unchanged(files)
+    made(folder, "lora/adapter_model.safetensors")
+    with pytest.raises(ModelError, match=f"its files changed since it was planned: {folder}/; reload the pipeline"):
+        check_unchanged(files)
+    assert listings([folder]) == listings([folder]) != files[-1:]
+
+
+def test_a_model_in_the_hubs_cache_may_be_completed_by_its_loader(tmp_path: Path) -> None:
+    made(tmp_path, "models--org--small/snapshots/1/config.json")
+    assert listings([tmp_path / "models--org--small/snapshots/1"]) == ()
+
+
 @pytest.mark.parametrize("change", ["write", "replace", "remove"])
 def test_changed_files_are_named(tmp_path: Path, change: str) -> None:
     path = made(tmp_path, "weights", "rest") / "weights"
     files = identities([tmp_path])
-    check_unchanged("see", files)
+    check_unchanged(files)
     if change == "write":
         path.write_text("weightz")
     elif change == "replace":
@@ -58,10 +76,8 @@ def test_changed_files_are_named(tmp_path: Path, change: str) -> None:
         (tmp_path / "other").replace(path)
     else:
         path.unlink()
-    with pytest.raises(
-        ModelError, match=f"files of step see changed since it was planned: {path}; reload the pipeline"
-    ):
-        check_unchanged("see", files)
+    with pytest.raises(ModelError, match=f"its files changed since it was planned: {path}; reload the pipeline"):
+        check_unchanged(files)
 
 
 def test_options_that_travel_with_the_item_name_no_files(tmp_path: Path) -> None:

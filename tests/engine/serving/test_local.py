@@ -18,7 +18,7 @@ from weftline.engine.serving.backend import Ask, Record
 from weftline.engine.serving.config import ServedPipeline
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.model_info import NOT_LOADED, READY, UNAVAILABLE
-from weftline.errors import InputError, ModelError, SessionClosed, StepError, UnknownModel, WeftlineError
+from weftline.errors import InputError, LimitReached, ModelError, SessionClosed, StepError, UnknownModel, WeftlineError
 from weftline.nodes.urgency import SequencePart
 from weftline.pipelines.placement.machine import Device, Machine
 
@@ -283,6 +283,27 @@ def test_a_file_that_became_wrong_leaves_the_version_that_serves(tmp_path: Path)
                 assert answer.version == 1
 
     run(go())
+
+
+def test_a_failed_reload_is_logged_whatever_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`--watch` relies on that: such as a limit, or a server that is being closed."""
+
+    async def go() -> None:
+        async with backend(tmp_path, tensors=TENSORS) as models:
+            for error in (LimitReached("64 pipelines are loaded"), SessionClosed("the repository is closed")):
+
+                async def fail(model: str, one: object, error: WeftlineError = error) -> int:
+                    raise error
+
+                monkeypatch.setattr(models, "_load", fail)
+                with pytest.raises(type(error)):
+                    await models.load("tensors")
+
+    run(go())
+    logged = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert [one.partition(": ")[2] for one in logged] == ["64 pipelines are loaded", "the repository is closed"]
 
 
 @pytest.mark.slow

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.weftline.served import Served, ask, serving, wait_until
+from weftline.engine.serving import watch as watching
 from weftline.engine.serving.watch import RETURNED_S, SETTLED_S, Changes, State, files_of, state_of
+from weftline.errors import LimitReached
 
 A, B, EMPTY = (1, 5, 9), (2, 6, 9), (3, 7, 0)
 
@@ -40,6 +45,44 @@ def test_files_that_join_are_no_change_and_changes_meanwhile_are() -> None:
     assert not changes.due({"a": B, "b": A}, 20)
     changes.include({"a": A, "b": A, "c": A})
     assert not changes.due({"a": A, "b": A, "c": A}, 30) and changes.due({"a": A, "b": A, "c": A}, 40)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "not allowed"), LimitReached("full"), ValueError("wrong")])
+def test_no_error_ends_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Neither one of looking at the files, which lasts for some looks, nor one of a reload."""
+    file = tmp_path / "p.yaml"
+    file.write_text("1")
+    reloads: list[str] = []
+    fails, looks, state_of = {4, 5}, itertools.count(), watching.state_of
+
+    def look(files: Iterable[Path]) -> watching.State:
+        number = next(looks)
+        if number % 12 == 0:
+            file.write_text(f"{number}")
+        if number in fails and isinstance(error, OSError):
+            raise error
+        return state_of(files)
+
+    async def reload(name: str) -> None:
+        reloads.append(name)
+        if len(reloads) == 1:
+            raise error
+
+    async def go() -> None:
+        task = asyncio.create_task(watching.watch({"p": file}, lambda name: True, reload))
+        while len(reloads) < 3:
+            assert not task.done(), task
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    monkeypatch.setattr(watching, "state_of", look)
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
+    monkeypatch.setattr(watching, "SETTLED_S", 0.02)
+    asyncio.run(asyncio.wait_for(go(), 20))
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == (not isinstance(error, LimitReached)), logged  # a reload has reported its WeftlineErrors
 
 
 OWN = """
