@@ -103,16 +103,12 @@ def plan_shared(
     machine: Machine,
     catalog: Mapping[str, str] = CATALOG,
     profiles: Mapping[str, Profile | None] = MappingProxyType({}),
-    *,
-    share: bool = True,
-    strict: bool = False,
 ) -> SharedPlan:
     """Plan pipelines together, by name; steps with equal load keys share a deployment.
 
+    PipelineError: one that is alone has problems; of several, such a one is refused.
+
     profiles: measured costs, by name.
-    share:    False: every step has a deployment of its own.
-    strict:   raise PipelineError with the problems of all pipelines, rather than refuse some. One that is alone is
-              never refused.
     """
     members = [Member(name, bare_plan(one, machine, catalog), profiles.get(name)) for name, one in pipelines.items()]
     if len(members) == 1 and members[0].bare.plan is None:
@@ -124,9 +120,7 @@ def plan_shared(
             refused[one.name] = _other_gpu_policy(one.bare.pipeline, members[0])
     keys = {one.name: load_keys(one.bare, os.environ) for one in members}
     fits = [one for one in members if one.name not in refused]
-    placed = _as_many_as_fit(fits, keys, machine, share, refused, alone=len(pipelines) == 1)
-    if strict and refused:
-        raise PipelineError([problem for error in refused.values() for problem in error.problems])
+    placed = _as_many_as_fit(fits, keys, machine, refused, alone=len(pipelines) == 1)
     kept = [one for one in fits if one.name not in refused]
     programs = {
         one.name: PlannedProgram(plan, indexes)
@@ -206,14 +200,13 @@ def _as_many_as_fit(
     members: Sequence[Member],
     keys: _Keys,
     machine: Machine,
-    share: bool,
     refused: dict[str, PipelineError],
     alone: bool,
 ) -> Placed:
     """Place pipelines in given order, without those for which no room is left; these are added to `refused`."""
 
     def tried(some: Sequence[Member]) -> Placed:
-        return place_together(some, _deployments(some, keys, share), machine)
+        return place_together(some, _deployments(some, keys), machine)
 
     try:
         return tried(members) if members else _nothing(machine)
@@ -236,7 +229,7 @@ def _nothing(machine: Machine) -> Placed:
     return Placed(none, (), ())
 
 
-def _deployments(members: Sequence[Member], keys: _Keys, share: bool) -> list[Deployment]:
+def _deployments(members: Sequence[Member], keys: _Keys) -> list[Deployment]:
     """Return the deployments of pipelines, in running order of their first users."""
     users: dict[object, list[User]] = {}
     for at, member in enumerate(members):
@@ -245,7 +238,7 @@ def _deployments(members: Sequence[Member], keys: _Keys, share: bool) -> list[De
             user, key = User(at, name), keys[member.name][name]
             shared = (key, before[key] if key.apart else 0)
             before[key] += 1
-            users.setdefault(shared if share and key.shares else user, []).append(user)
+            users.setdefault(shared if key.shares else user, []).append(user)
     groups = [(own, _group(members, own[0])) for own in users.values()]
     names = _unique([(own[0].step, members[own[0].pipeline].name) for own in users.values()])
     stated = [group for group in dict.fromkeys(group for _, group in groups) if group is not None]
