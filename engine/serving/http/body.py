@@ -48,12 +48,15 @@ class Body:
     """The body of one request, received within limits. `receive` is the ASGI callable for the application.
 
     A body of up to FREE_BYTES is not counted. A larger one waits unread until `budget` has room for it and for its
-    decompressed form; `100-continue` is sent only then. It is refused (429) after WAIT_S without room. While others
-    wait, a body slower than BODY_BYTES_S is refused (408).
+    decompressed form, fair by `caller`; `100-continue` is sent only then. It is refused (429) after WAIT_S without
+    room. While others wait, a body slower than BODY_BYTES_S is refused (408).
     """
 
-    def __init__(self, receive: Receive, headers: Headers, limits: ServeLimits, budget: ByteBudget) -> None:
+    def __init__(
+        self, receive: Receive, headers: Headers, limits: ServeLimits, budget: ByteBudget, caller: str
+    ) -> None:
         self._receive = receive
+        self._caller = caller
         self._limits = limits
         self._budget = budget
         length = headers.get("content-length")
@@ -85,13 +88,13 @@ class Body:
     def close(self) -> None:
         """Release its share of the budget at the end of the request."""
         if self._held:
-            self._budget.give_back(self._held)
+            self._budget.give_back(self._held, self._caller)
             self._held = 0
 
     async def _take(self) -> None:
         wait_s = min(WAIT_S, self._limits.header_s / 2)
         try:
-            self._held = await self._budget.enter(self._charge).wait_async(wait_s)
+            self._held = await self._budget.enter(self._charge, self._caller).wait_async(wait_s)
         except TimeoutError:
             most = self._budget.bytes_max
             found = f"bodies of other requests take up limits.inflight_bytes_max, which is {most}"

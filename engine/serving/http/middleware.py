@@ -96,7 +96,7 @@ class HttpGuard:
             with self._slot(scope, caller) if kind is not OPEN else nullcontext():
                 if caller.limited and kind is INFER:
                     await self._gate.charge(caller)
-                body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight)
+                body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight, caller.name)
                 room = scope[ROOM] = HttpRoom(self.unsent, scope.get(CONNECTION) or object(), caller.name)
                 with closing(room), closing(body):
                     await self._app(scope, body.receive, sender.send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
 from tests.engine.serving.http.backends import Functions, chatting
 from tests.engine.serving.http.hosted import Hosted, hosted
 from tests.engine.test_decoding import Peak
+from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.tokens import TokenFile, digest
 from weftline.engine.serving.config import ServeLimits
@@ -140,3 +143,24 @@ def test_unfinished_bodies_take_no_more_than_the_budget(count: int) -> None:
         taken = peak.end()
         print(f"{count} unfinished bodies of 32 MiB: {taken / 1e6:.0f} MB")
         assert taken < 64e6 * 1.3 + 80e6
+
+
+def test_bodies_wait_fair_by_caller() -> None:
+    budget, order = ByteBudget("limits.inflight_bytes_max", MIB), list[str]()
+
+    async def send(caller: str) -> None:
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        one = body.Body(receive, Headers({"content-length": str(MIB)}), LIMITS, budget, caller)  # type: ignore[arg-type]
+        await one.receive()
+        order.append(caller)
+        await asyncio.sleep(0.001)
+        one.close()
+
+    async def script() -> None:
+        await asyncio.gather(*map(send, ["greedy", "greedy", "greedy", "other"]))
+
+    asyncio.run(script())
+    assert order == ["greedy", "other", "greedy", "greedy"]
+    assert budget.held_bytes == 0
