@@ -156,13 +156,14 @@ class WindowDecoder:
 
 
 class TextStream:
-    """Converts tokens to text incrementally, ending before the first of the `stop` strings."""
+    """Converts tokens to text incrementally, ending before the first of the `stop` strings: `matched`, '' for none."""
 
     def __init__(self, decoder: Decoder, stop: Sequence[str] = ()) -> None:
         self._decoder = decoder
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
+        self.matched = ""
 
     def push(self, token: int) -> str:
         """Return the text that `token` settles; empty while it, or the end of what came before, is held back."""
@@ -175,10 +176,11 @@ class TextStream:
 
     def _settle(self, new: str, final: bool) -> str:
         text = self._held + new
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.matched = min(found, key=lambda one: one[0])
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[:at]
         keep = 0 if final else max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -55,7 +55,8 @@ class SequenceOutput:
             update.text = stream.push(update.tokens[0])
             if finish is not None and not stream.stopped:
                 update.text += stream.finish()  # held-back text may complete a stop string
-            finish = "stop" if stream.stopped else finish
+            if stream.stopped:
+                finish, update.stop_string = "stop", stream.matched
         update.finish = finish
 
     def add_all(self, update: TokenUpdate) -> None:
@@ -74,7 +75,8 @@ class SequenceOutput:
                 text += "" if ended else self._text.push(token)
                 if finish is not None and not self._text.stopped:
                     text += self._text.finish()
-                finish = "stop" if self._text.stopped else finish
+                if self._text.stopped:
+                    finish, update.stop_string = "stop", self._text.matched
             if finish is not None:
                 update.tokens, update.logprobs = update.tokens[:count], update.logprobs[:count]
                 break
@@ -181,6 +183,8 @@ class RequestOutput:
             "cached_tokens": self._latest.cached_tokens,
             "finish_reason": first.finish,
         }
+        if first.latest.stop_string:
+            usage["stop_string"] = first.latest.stop_string
         if any(answer.latest.drafted_tokens for answer in self._answers):
             usage["draft_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
             usage["accepted_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)
@@ -205,6 +209,8 @@ class RequestOutput:
     def _to_json(self, index: int, answer: _Answer) -> dict[str, Any]:
         parts = answer.parts
         body: dict[str, Any] = {"index": index, "text": parts.content, "finish_reason": answer.finish}
+        if answer.latest.stop_string:
+            body["stop_string"] = answer.latest.stop_string
         if parts.reasoning:
             body["reasoning"] = parts.reasoning
         if parts.calls:

@@ -49,9 +49,9 @@ def answer_outputs(reasoning: str = "the text between <think> and </think>") -> 
         port("text", "text", pieces=True, about="the answer, without reasoning and tool calls"),
         port("reasoning", "text", pieces=True, about=reasoning),
         port("tool_calls", "json", about="the calls of tools: [{id, type, function: {name, arguments}}, ...]"),
-        port("usage", "json", about="prompt, completion and cached tokens, and finish_reason"),
+        port("usage", "json", about="prompt, completion and cached tokens, finish_reason and stop_string"),
         port("logprobs", "json", pieces=True, about="tokens of the answer with log-probabilities, if requested"),
-        port("answers", "json", about="all answers: [{index, text, finish_reason, logprobs}, ...]"),
+        port("answers", "json", about="all answers: [{index, text, finish_reason, stop_string, logprobs}, ...]"),
     )
 
 

@@ -44,6 +44,7 @@ class TokenUpdate:
 
     tokens: new tokens, end-of-text included.   text: new text; empty while it is held back.
     finish: why the answer ended, 'stop' or 'length'; None while it continues.
+    stop_string: one of `stop` that ended it; '' for any other end.
     prompt_tokens, completion_tokens, cached_tokens: counts so far; cached ones came from the prefix cache.
     error:  failure of the request; no further update follows.
     index:  number of the answer within its request.   last: all answers of the request have ended.
@@ -68,6 +69,7 @@ class TokenUpdate:
     pooled: Any = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    stop_string: str = ""
 
 
 SEED_STEP = 0x9E3779B97F4A7C15

@@ -69,12 +69,14 @@ class Logprobs(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """New parts of one answer."""
+    """New parts of one answer. stop_reason, matched_stop: a stop string or token, as vLLM and SGLang have it."""
 
     index: int = 0
     delta: Delta | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
+    matched_stop: Any = None
 
 
 class CachedTokens(msgspec.Struct):
@@ -111,6 +113,7 @@ class _Choice:
     calls: dict[int, dict[str, Any]] = field(default_factory=dict)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
+    stop_string: str = ""
 
     def add(self, new: ChunkChoice) -> dict[str, Any]:
         """Add new parts; return the new log-probabilities, text and reasoning."""
@@ -126,6 +129,8 @@ class _Choice:
             if new.finish_reason in ABORTED:
                 raise InvalidAnswer(f"the server ended the answer with {new.finish_reason}")
             self.finish = FINISHED.get(new.finish_reason, "stop")
+            matched = [one for one in (new.stop_reason, new.matched_stop) if isinstance(one, str)]
+            self.stop_string = matched[0] if matched and self.finish == "stop" else ""
         found = {"logprobs": list(map(_scored, scored)), "text": text, "reasoning": thought}
         return {name: one for name, one in found.items() if one}
 
@@ -142,6 +147,8 @@ class _Choice:
 
     def to_json(self, index: int, logprobs: bool) -> dict[str, Any]:
         body: dict[str, Any] = {"index": index, "text": "".join(self.texts), "finish_reason": self.finish}
+        if self.stop_string:
+            body["stop_string"] = self.stop_string
         if self.reasoning:
             body["reasoning"] = "".join(self.reasoning)
         if self.calls:
@@ -195,6 +202,7 @@ class ExternalAnswer:
                 "completion_tokens": usage.completion_tokens,
                 "cached_tokens": details.cached_tokens if details is not None else None,
                 "finish_reason": first.finish,
+                **({"stop_string": first.stop_string} if first.stop_string else {}),
             },
             "logprobs": list(map(_scored, first.logprobs)) if self._logprobs else [],
             "answers": [one.to_json(index, self._logprobs) for index, one in enumerate(self._choices)],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weftline.engine.llm.detokenizer import TextStream, WindowDecoder
-from weftline.engine.llm.output import SequenceOutput
+from weftline.engine.llm.detokenizer import TextStream, TokenName, WindowDecoder
+from weftline.engine.llm.output import RequestOutput, SequenceOutput
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.request import TokenUpdate
 from weftline.engine.llm.sequence import Sequence
@@ -71,8 +71,28 @@ def test_text_that_is_held_back_may_complete_a_stop_text_at_the_last_token():
         reply = SequenceOutput(Sequence(1, [1, 2, 3], 3, 4, made, 1), frozenset([END]), stream)
         taken = TokenUpdate(1, (7,))
         (reply.add if alone else reply.add_all)(taken)
-        ended.append((taken.text, taken.finish))
-    assert ended == [("", "stop")] * 2
+        ended.append((taken.text, taken.finish, taken.stop_string))
+    assert ended == [("", "stop", "X")] * 2
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("stop", "tokens", "matched"),
+    [(["e", "cd"], [0, 1, 2, 3, 4], "cd"), (["cd", "bc"], [0, 1, 2, 3], "bc"), (["zz"], [0, 1, END], "")],
+)
+def test_the_first_stop_string_of_the_text_is_reported(size, stop, tokens, matched):
+    output, _ = _reply(stop=stop)
+    updates = [TokenUpdate(1, tuple(tokens[at : at + size])) for at in range(0, len(tokens), size)]
+    for update in updates:
+        output.add(update)
+        if update.finish:
+            break
+    assert (update.finish, update.stop_string) == ("stop", matched)
+    request = RequestOutput(1, lambda token: TokenName("", b""))
+    request.add(update)
+    found = request.outputs()
+    for part in (found["usage"], found["answers"][0]):
+        assert part.get("stop_string", "") == matched
 
 
 def test_what_is_echoed_comes_once_and_first():

@@ -91,6 +91,15 @@ def test_finish_reasons_are_mapped(sent: str, found: str) -> None:
     assert answer.outputs()["usage"]["finish_reason"] == found
 
 
+@pytest.mark.parametrize("key", ["stop_reason", "matched_stop"])
+@pytest.mark.parametrize(("value", "found"), [("END", "END"), (2, None), (None, None), ({}, None)])
+def test_the_stop_string_of_a_server_is_reported(key: str, value: Any, found: str | None) -> None:
+    answer = ExternalAnswer(1, False)
+    answer.add(json.dumps({"choices": [{"index": 0, "finish_reason": "stop", key: value}]}).encode())
+    for part in (answer.outputs()["usage"], answer.outputs()["answers"][0]):
+        assert part.get("stop_string") == found
+
+
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
