@@ -152,6 +152,7 @@ docs: setup  ## write the generated parts of the documentation again
 	$(RUN) -m weftline.module_reference
 	$(RUN) -m weftline.engine.serving.reference
 	$(RUN) -m weftline.engine.serving.openai.reference
+	$(RUN) -m weftline.engine.serving.anthropic.reference
 	$(RUN) -m weftline.engine.metrics.reference
 
 clean:  ## remove what was built, the virtual environment included

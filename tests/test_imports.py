@@ -42,6 +42,8 @@ PURE = [
     *(f"engine/llm/{name}.py" for name in ("sequence", "kv_cache", "schedule")),
     *(f"engine/llm/vision/{name}.py" for name in ("families", "features", "positions", "prompt")),
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),
+    *(f"engine/serving/anthropic/{name}.py" for name in ("blocks", "bodies", "conversation", "errors", "tools")),
+    "engine/serving/anthropic/responses.py",
     *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements")),
     "nodes/strict_json.py",
     *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),
@@ -61,6 +63,7 @@ FRAMEWORKS = (
 MAY_LOAD = (
     "engine/llm/",  # of which only the pure files and node.py must load without one
     *("engine/serving/grpc/", "engine/serving/http/", "engine/serving/openai/", "engine/serving/v2/protobuf.py"),
+    "engine/serving/anthropic/",
     *("engine/serving/server.py", "engine/serving/frontend/process.py", "engine/client/", "engine/metrics/"),
     *("engine/jobs/output/", "engine/jobs/sources/", "engine/jobs/ray/"),
     *("weftline/gpu_check/llm_engine.py", "weftline/gpu_check/llm_parts.py", "weftline/gpu_check/llm_served.py"),

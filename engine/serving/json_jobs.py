@@ -10,7 +10,7 @@ json values. Parsing and the objects that it creates delay no other request.
     Write       encoded json or detections      -> the elements of a BYTES tensor
     Numbers     elements of a tensor            -> the JSON list of them
     Nested      bytes of an array               -> nested JSON lists
-    Generated   encoded outputs of an llm       -> an OpenAI response, or the events that end a stream
+    Generated   encoded outputs of an llm       -> a response of OpenAI or Anthropic, or the events that end a stream
 
 Pure.
 """
@@ -25,6 +25,7 @@ import numpy as np
 
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import live, pack
+from weftline.engine.serving.anthropic.responses import MessageAnswer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, elements_of, read_request
 from weftline.engine.serving.model_info import PortInfo
@@ -98,13 +99,17 @@ class Nested(msgspec.Struct, frozen=True, tag=True):
     shape: tuple[int, ...]
 
 
+Generation = Completion | MessageAnswer
+"""Form of a response with generated text."""
+
+
 class Generated(msgspec.Struct, frozen=True, tag=True):
-    """Write a `Completion` from a list of the outputs of each prompt: encoded values by output, each as `packed`.
+    """Write a response from a list of the outputs of each prompt: encoded values by output, each as `packed`.
 
     sent: characters of each output that a stream has sent; None: the response is whole.
     """
 
-    completion: Completion
+    completion: Generation
     sent: dict[str, int] | None = None
 
 

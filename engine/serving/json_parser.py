@@ -28,7 +28,6 @@ from weftline.engine.serving.http.binary_tensors import (
 from weftline.engine.serving.http.plain_inputs import BODY_VALUES
 from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
-from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
@@ -150,14 +149,16 @@ class JsonParser:
         job = jobs.Nested(array.dtype.str, array.shape)
         return await self.queue.run(job, array.reshape(-1).view(np.uint8).data, caller)
 
-    async def completion(self, completion: Completion, answers: Sequence[Mapping[str, Any]], caller: str = "") -> bytes:
-        """Return an OpenAI response; answers: outputs of each prompt, of which large ones are Packed."""
+    async def completion(
+        self, completion: jobs.Generation, answers: Sequence[Mapping[str, Any]], caller: str = ""
+    ) -> bytes:
+        """Return a response; answers: outputs of each prompt, of which large ones are Packed."""
         if not _has_packed(answers):
             return completion.whole(answers)
         return await self._generated(jobs.Generated(completion), answers, caller)
 
     async def ending(
-        self, completion: Completion, outputs: Mapping[str, Any], sent: Mapping[str, int], caller: str = ""
+        self, completion: jobs.Generation, outputs: Mapping[str, Any], sent: Mapping[str, int], caller: str = ""
     ) -> list[bytes]:
         """Return the events that end a stream; sent: characters of each output that were sent before."""
         if not _has_packed([outputs]):

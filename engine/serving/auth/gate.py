@@ -33,6 +33,8 @@ DENIALS_LOGGED_PER_S, DENIALS_LOGGED_AT_ONCE = 1.0, 10.0
 NO_TOKEN = "this server wants a token: send the header `authorization: Bearer TOKEN`"
 BAD_TOKEN = "the token is not valid here"
 BAD_HEADER = "the authorization header is not `Bearer TOKEN`, sent once"
+BAD_KEY = "the x-api-key header is not a token, sent once"
+TWO_TOKENS = "the headers authorization and x-api-key have different tokens; send one of them"
 NOT_ALLOWED = "the token does not allow this method"
 NOT_THIS_MODEL = "the token does not allow this model"
 NO_MEMORY = "the token does not allow shared memory"
@@ -41,6 +43,8 @@ NO_METHOD = "there is no such method"
 DEFAULT_LIMITS = ServeLimits()
 
 _BEARER = re.compile(r"[ \t]*+bearer [ \t]*+([!-~]++)[ \t]*+", re.IGNORECASE | re.ASCII)
+
+_KEY = re.compile(r"[!-~]++", re.ASCII)
 
 _log = logging.getLogger("weftline.access")
 
@@ -132,12 +136,15 @@ class Gate:
         """True if callers must present a token."""
         return self._tokens is not None
 
-    def admit(self, method: str, authorization: Sequence[str | bytes]) -> Caller:
-        """`enter`, with every value of the call's `authorization` header or metadata, as received."""
+    def admit(self, method: str, authorization: Sequence[str | bytes], keys: Sequence[str] = ()) -> Caller:
+        """`enter`, with every value of the call's `authorization` header or metadata, as received.
+
+        keys: values of the header `x-api-key`, in which Anthropic's clients send the token.
+        """
         if self._tokens is None:
             return self.enter(method, None)
         try:
-            token = bearer(authorization)
+            token = presented(bearer(authorization), keys)
         except AccessDenied as denied:
             if METHODS.get(method) is OPEN:
                 return ANONYMOUS
@@ -228,6 +235,17 @@ def bearer(values: Sequence[str | bytes]) -> str | None:
     if found is None:
         raise AccessDenied(BAD_HEADER, known=False)
     return found[1]
+
+
+def presented(token: str | None, keys: Sequence[str]) -> str | None:
+    """Return the token of a call: that of `authorization`, or the value of `x-api-key`; AccessDenied for two."""
+    if not keys:
+        return token
+    if len(keys) != 1 or _KEY.fullmatch(keys[0]) is None:
+        raise AccessDenied(BAD_KEY, known=False)
+    if token not in (None, keys[0]):
+        raise AccessDenied(TWO_TOKENS, known=False)
+    return keys[0]
 
 
 def _above_rate(entry: Token, wait_s: float) -> LimitReached:

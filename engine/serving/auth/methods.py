@@ -64,6 +64,8 @@ _HTTP = {
     "POST /ping": OPEN,
     "POST /v1/chat/completions": INFER,
     "POST /v1/completions": INFER,
+    "POST /v1/messages": INFER,
+    "POST /v1/messages/count_tokens": INFER,
     "POST /v1/embeddings": INFER,
     **dict.fromkeys(("POST /rerank", "POST /v1/rerank", "POST /v2/rerank"), INFER),
     **dict.fromkeys(("POST /score", "POST /v1/score"), INFER),

@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Mappi
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Scope
 
 from weftline.engine.protocol.values import decoded_json, owned_packed
 from weftline.engine.result import StreamedOutput, owned
@@ -169,6 +171,12 @@ def id_of(request: Request) -> str:
     if len(given) > ID_CHARS_MAX or not given.isprintable():
         raise HttpError(f"x-request-id: expected at most {ID_CHARS_MAX} printable characters")
     return given or str(request.scope.get(REQUEST_ID, ""))
+
+
+def shown_id(scope: Scope) -> str:
+    """Return the id that a response has: that of the request, or the server's where it is absent or invalid."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if given and len(given) <= ID_CHARS_MAX and given.isprintable() else str(scope[REQUEST_ID])
 
 
 def deadline_ms_of(request: Request) -> float | None:

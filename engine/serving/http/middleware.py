@@ -29,13 +29,14 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weftline.engine.runtime.byte_budget import ByteBudget
+from weftline.engine.serving.anthropic.errors import is_messages_path
 from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
 from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import Body
 from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
-from weftline.engine.serving.http.context import ID_CHARS_MAX, REQUEST_ID, ROOM, SPAN, HttpContext, HttpRoom
+from weftline.engine.serving.http.context import REQUEST_ID, ROOM, SPAN, HttpContext, HttpRoom, shown_id
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
 from weftline.engine.serving.lifecycle import draining_error
@@ -135,7 +136,7 @@ class HttpGuard:
         template, allowed = self._matched(scope)
         name = f"HTTP {method} {template}"
         try:
-            caller = self._gate.admit(name, headers.getlist("authorization"))
+            caller = self._gate.admit(name, headers.getlist("authorization"), headers.getlist("x-api-key"))
         except AccessDenied as denied:
             if template is None and denied.status == "PERMISSION_DENIED":
                 raise unknown_path() from None
@@ -197,7 +198,7 @@ class HttpGuard:
         if sender.started:
             _log.error("an answer could not be finished", exc_info=error)
             return  # the server closes the connection, so the client sees that it is not whole
-        response = error_response(error, scope["path"])
+        response = error_response(error, scope["path"], shown_id(scope))
         clear_frames(error)
         await response(scope, receive, sender.send)
 
@@ -224,10 +225,10 @@ class _ResponseSender:
         if message["type"] == "http.response.start":
             self.started = True
             headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff"), *self._headers]
-            id, span = Headers(scope=self._scope).get("x-request-id", ""), self._scope.get(SPAN, "")
-            if not (id and len(id) <= ID_CHARS_MAX and id.isprintable()):
-                id = self._scope[REQUEST_ID]
-            headers.append((b"x-request-id", id.encode("latin-1")))
+            id, span = shown_id(self._scope).encode("latin-1"), self._scope.get(SPAN, "")
+            headers.append((b"x-request-id", id))
+            if is_messages_path(self._scope["path"]):
+                headers.append((b"request-id", id))
             if span:
                 headers.append((b"traceparent", span.encode("latin-1")))
             message = {**message, "headers": headers}
@@ -263,7 +264,10 @@ _PREFLIGHT = {
 }
 """Headers of the answer to a preflight request. `*` includes every header but `authorization`."""
 
-_EXPOSED = b"x-request-id, traceparent, retry-after, retry-after-ms, x-should-retry, inference-header-content-length"
+_EXPOSED = (
+    b"x-request-id, request-id, traceparent, retry-after, retry-after-ms, x-should-retry, "
+    b"inference-header-content-length"
+)
 
 
 def cors_headers(origin: str) -> list[tuple[bytes, bytes]]:

@@ -1,6 +1,7 @@
 """OpenAPI 3.1 description of the HTTP server.
 
-Bodies of OpenAI's routes are described by their Structs, those of /run/MODEL by the model's ports (`run_schema.py`).
+Bodies of OpenAI's and Anthropic's routes are described by their Structs, those of /run/MODEL by the model's ports
+(`run_schema.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.template_options import TemplateOptions
+from weftline.engine.serving.anthropic.bodies import BODIES as ANTHROPIC_BODIES
 from weftline.engine.serving.http.run_schema import SCHEMAS, run_operation
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
@@ -86,6 +88,8 @@ _GETS = {
 _OPENAI = {
     "/v1/chat/completions": "Answer a conversation.",
     "/v1/completions": "Complete a text.",
+    "/v1/messages": "Answer a conversation, in Anthropic's form.",
+    "/v1/messages/count_tokens": "The number of tokens of a conversation.",
     "/v1/embeddings": "Embed texts.",
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "Sort documents by a query."),
     **dict.fromkeys(("/score", "/v1/score"), "Score pairs of texts."),
@@ -121,7 +125,7 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
     for path, (summary, properties, required) in _POSTS.items():
         paths.setdefault(path, {})["post"] = _operation(path, summary) | _body(properties, required)
     paths |= {f"/run/{info.name}": {"post": run_operation(info)} for info in models}
-    for path, of in BODIES.items():
+    for path, of in {**BODIES, **ANTHROPIC_BODIES}.items():
         kind = "multipart/form-data" if of is TranscriptionBody else "application/json"
         paths[path] = {"post": _operation(path, _OPENAI[path]) | _body(*_fields_of(of), kind)}
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):

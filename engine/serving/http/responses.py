@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from weftline.engine.serving.anthropic.errors import is_messages_path, problem
 from weftline.engine.serving.http.connection import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.replies import ErrorReply, to_status
@@ -40,11 +41,14 @@ def text_response(text: str, code: int = 200) -> Response:
     return Response(text, code, media_type="text/plain; charset=utf-8")
 
 
-def error_response(error: BaseException, path: str) -> Response:
-    """Return the response for an error; on OpenAI's paths in its format, else in v2's."""
+def error_response(error: BaseException, path: str, request_id: str = "") -> Response:
+    """Return the response for an error; on paths of Anthropic and OpenAI in their formats, else in v2's."""
     reply = to_status(error)
     code = _code_of(error, reply)
-    body = _openai_body(error, reply, code) if path.startswith(_OPENAI_PATHS) else {"error": reply.message}
+    if is_messages_path(path):
+        body = problem(reply.message, code, request_id)
+    else:
+        body = _openai_body(error, reply, code) if path.startswith(_OPENAI_PATHS) else {"error": reply.message}
     headers = {"x-should-retry": "true" if reply.status in _RETRIABLE and code != 413 else "false"}
     if reply.retry_after_s > 0:
         headers["retry-after"] = str(math.ceil(reply.retry_after_s))
@@ -66,6 +70,12 @@ def openai_problem(error: BaseException) -> dict[str, Any]:
     """Return an error in OpenAI's format: {"error": {message, type, param, code}}."""
     reply = to_status(error)
     return _openai_body(error, reply, _code_of(error, reply))
+
+
+def anthropic_problem(error: BaseException, request_id: str) -> dict[str, Any]:
+    """Return an error in Anthropic's format."""
+    reply = to_status(error)
+    return problem(reply.message, _code_of(error, reply), request_id)
 
 
 def _openai_body(error: BaseException, reply: ErrorReply, code: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weftline.engine.serving import identity
+from weftline.engine.serving.anthropic.endpoints import CountTokens, Messages
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.deployments import deployments_of
@@ -66,6 +67,8 @@ def _openai(context: HttpContext) -> list[Route]:
     return [
         _post("/v1/chat/completions", Chat(context).create),
         _post("/v1/completions", Completions(context).create),
+        _post("/v1/messages", Messages(context).create),
+        _post("/v1/messages/count_tokens", CountTokens(context).create),
         _post("/v1/embeddings", Embeddings(context).create),
         *(_post(path, Rerank(context).create) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         *(_post(path, Score(context).create) for path in ("/score", "/v1/score")),

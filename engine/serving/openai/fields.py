@@ -1,8 +1,8 @@
 """Fields of requests that this server refuses, or that have no effect on an answer.
 
 Together with the fields of the bodies (`bodies.py`), which are mapped, this is every field of the request models of
-OpenAI, vLLM and SGLang: a test compares the three. A field in neither is unknown, and refused with the nearest known
-one. `openai-fields.md` of the reference is written from both.
+OpenAI, Anthropic, vLLM and SGLang: a test compares them. A field in neither is unknown, and refused with the nearest
+known one. `openai-fields.md` and `anthropic-fields.md` of the reference are written from both.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ OF_REFUSAL = {
     "best_of": "use n",
     "prompt_logprobs": "use echo and logprobs of /v1/completions",
     "echo": "use /v1/completions",
+    "container": "no tools run on this server",
+    "mcp_servers": "this server calls no other server; a client can, and send what it gets as tools and results",
+    "context_management": "no messages are removed; shorten them",
+    "compaction": "no messages are summarised; shorten them",
+    "thread": "no conversation is stored; send all messages",
+    "inference_geo": "the server runs where its operator installed it",
 }
 """Reasons of refusals, or their replacement; others are not supported."""
 
@@ -110,6 +116,19 @@ RERANK_REFUSED: Refusals = _POOLING | dict.fromkeys(
 )
 """Fields that would change the scores."""
 
+_KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+MESSAGES_REFUSED: Refusals = {
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": ({}, {"edits": []}, {"edits": [_KEEP_THINKING]}),
+    "compaction": (),
+    "thread": (),
+    "fallbacks": ([], "default"),
+    "inference_geo": ("global",),
+    "kv_transfer_params": ({},),
+}
+"""Fields of Anthropic's client, with its beta ones, and of vLLM, for /v1/messages."""
+
 TRANSCRIPTION_REFUSED: Refusals = {
     **dict.fromkeys(("include", "keywords", "languages"), ([],)),
     **dict.fromkeys(("known_speaker_names", "known_speaker_references"), ([],)),
@@ -145,6 +164,18 @@ GENERATION_WITHOUT_EFFECT = _IDENTITY | {
     "custom_labels": "labels of SGLang's metrics",
 }
 
+MESSAGES_WITHOUT_EFFECT = {
+    "metadata": _IDENTITY["user"],
+    "service_tier": GENERATION_WITHOUT_EFFECT["service_tier"],
+    "speed": "a hint for speed",
+    "cache_control": "every prompt is cached",
+    "diagnostics": "no prompt is compared with an earlier one",
+    "user_profile_id": _IDENTITY["user"],
+    "workspace_id": _IDENTITY["user"],
+    "billing_policy": "nothing is billed",
+    "fallback_credit_token": "nothing is billed",
+    "betas": "the header anthropic-beta, which has no effect",
+}
 POOLING_WITHOUT_EFFECT = _IDENTITY
 AUDIO_WITHOUT_EFFECT = {"user": _IDENTITY["user"]}
 

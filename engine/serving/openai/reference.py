@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,14 @@ unless its value is one of those that would change nothing. null is the same as 
 
 def fields_reference() -> str:
     """Return the page, in Markdown."""
-    parts = [_INTRO]
-    for body in dict.fromkeys(BODIES.values()):
-        title = ", ".join(f"`{path}`" for path, of in BODIES.items() if of is body)
+    return page_of(_INTRO, BODIES)
+
+
+def page_of(intro: str, bodies: Mapping[str, type[OpenAiBody]]) -> str:
+    """Return a page with the fields of the bodies of routes."""
+    parts = [intro]
+    for body in dict.fromkeys(bodies.values()):
+        title = ", ".join(f"`{path}`" for path, of in bodies.items() if of is body)
         rows = [f"| `{field}` | {effect} |" for field, effect in sorted(effects_of(body).items())]
         parts.append("\n".join([f"## {title}\n", "| field | effect |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
@@ -41,9 +47,13 @@ def effects_of(body: type[OpenAiBody]) -> dict[str, str]:
 
 
 def _refusal(field: str, harmless: tuple[Any, ...]) -> str:
-    why = why_refused(field).removesuffix("; leave it out")
+    return f"{refused_but_for(harmless)}: {why_refused(field).removesuffix('; leave it out')}"
+
+
+def refused_but_for(harmless: tuple[Any, ...]) -> str:
+    """Return the words for a refused field with values that change nothing."""
     shown = " or ".join(f"`{_shown(one)}`" for one in harmless)
-    return f"refused, but for {shown}: {why}" if shown else f"refused: {why}"
+    return f"refused, but for {shown}" if shown else "refused"
 
 
 def _shown(value: Any) -> str:

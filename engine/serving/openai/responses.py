@@ -318,8 +318,7 @@ def _token(one: Mapping[str, Any]) -> dict[str, Any]:
     return {"token": token, "logprob": _logprob(one), "bytes": data}
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, tag=True):
     """The parts of a response that do not depend on the answers. The JSON process makes those of large answers.
 
     chat:     the route is /v1/chat/completions, else /v1/completions.

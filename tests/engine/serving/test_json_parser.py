@@ -20,6 +20,7 @@ from tests.engine.serving.v2.held import info
 from weftline.engine.protocol.packed import Packed
 from weftline.engine.protocol.values import live, pack
 from weftline.engine.serving import json_process
+from weftline.engine.serving.anthropic.responses import MessageAnswer
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, response_body
@@ -336,5 +337,19 @@ def test_a_large_completion_is_the_small_one_and_does_not_stop_the_loop(chat: bo
         assert min(stalls) < STALL_S, stalls
         with pytest.raises(StepError, match="no json value"):
             await parser.completion(completion, [small | {"answers": Packed("json", data=b"\xc1" * 40_000)}])
+
+    _with(work)
+
+
+def test_a_large_message_is_the_small_one() -> None:
+    ports = AnswerPorts(output="text", sampling=None, tenant=None, usage="usage", answers=None, tool_calls="calls")
+    message = MessageAnswer(id="i", model="m", ports=ports, index=1, opened="text")
+    calls = [{"id": "c", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 300_000})}}]
+    small = {"text": "abc", "usage": {"prompt_tokens": 3}, "calls": calls}
+    large = small | {"calls": Packed("json", data=encode_json(calls))}
+
+    async def work(parser: JsonParser) -> None:
+        assert await parser.completion(message, [large]) == message.whole([small])
+        assert await parser.ending(message, large, {"text": 1}) == message.ending(small, {"text": 1})
 
     _with(work)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.serving.http.backends import Functions, chatting, info
+from tests.engine.serving.http.backends import Functions, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 
 CLIENTS = Path(__file__).resolve().parents[4] / "examples/clients"
@@ -29,7 +29,8 @@ def main_of(name: str) -> Any:
 def answer(ask: Any) -> dict[str, Any]:
     constrained = "json_schema" in ask.inputs.get("sampling", {})
     said = '"circle"' if constrained else "There are 2."
-    return {"text": said, "usage": {"completion_tokens": 4, "finish_reason": "stop"}}
+    usage = {"completion_tokens": 4, "finish_reason": "stop"}
+    return {"text": said, "usage": usage, "answers": [{"prompt_token_ids": [5, 6, 7]}]}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,15 @@ def endpoint() -> Iterator[Hosted]:
         {"species": "int64[]", "probabilities": "float32[3]"},
     )
     models: dict[str, Any] = {
-        f"{assistant}.answer": chatting(answer, f"{assistant}.answer"),
+        f"{assistant}.answer": (
+            info(
+                f"{assistant}.answer",
+                {"messages": "json?", "sampling": "json?", "template": "json?"},
+                {"text": "text", "usage": "json", "answers": "json"},
+                "text",
+            ),
+            answer,
+        ),
         f"{assistant}.hear": (
             info(f"{assistant}.hear", {"audio": "audio"}, {"text": "text"}),
             lambda ask: {"text": f"received {len(ask.inputs['audio'])} bytes"},
@@ -63,6 +72,10 @@ def endpoint() -> Iterator[Hosted]:
     ("name", "says"),
     [
         ("openai_chat", ["whole: There are 2.", "streamed: There are 2.  (4 tokens)", 'as JSON: "circle"']),
+        (
+            "anthropic_messages",
+            ["tokens: 3", "whole: There are 2. (end_turn)", "streamed: There are 2.  (4 tokens)", 'as JSON: "circle"'],
+        ),
         ("openai_async", ["nothing: There are 2."]),
         ("openai_embeddings", ["2 numbers, likeness to the first: 145.0"]),
         ("openai_speech", ["received "]),
@@ -73,7 +86,11 @@ def endpoint() -> Iterator[Hosted]:
 def test_an_example_prints_what_it_is_there_for(
     endpoint: Hosted, capsys: pytest.CaptureFixture[str], name: str, says: list[str]
 ) -> None:
-    url = {"http_sync": f"127.0.0.1:{endpoint.port}", "http_json": endpoint.url}.get(name, f"{endpoint.url}/v1")
+    plain = {
+        "http_sync": f"127.0.0.1:{endpoint.port}",
+        **dict.fromkeys(("http_json", "anthropic_messages"), endpoint.url),
+    }
+    url = plain.get(name, f"{endpoint.url}/v1")
     found = main_of(name)(url)
     if asyncio.iscoroutine(found):
         asyncio.run(found)

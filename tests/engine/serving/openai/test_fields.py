@@ -1,4 +1,4 @@
-"""Every field of the request models of OpenAI's client, vLLM and SGLang is mapped, refused, or without effect."""
+"""Every field of the requests of OpenAI's and Anthropic's clients, vLLM and SGLang is mapped, refused, or idle."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.audio import speech_create_params, transcription_create_params, translation_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.template_options import TemplateOptions
+from weftline.engine.serving.anthropic import reference as anthropic_reference
+from weftline.engine.serving.anthropic.bodies import ConversationBody, MessagesBody
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.openai.bodies import (
     ChatBody,
@@ -38,6 +43,8 @@ BODIES: dict[str, type[OpenAiBody]] = {
     "speech": SpeechBody,
     "transcriptions": TranscriptionBody,
     "translations": TranscriptionBody,
+    "messages": MessagesBody,
+    "count_tokens": ConversationBody,
 }
 
 
@@ -45,7 +52,7 @@ def names_of(*models: Any) -> set[str]:
     return {name for model in models for name in model.__annotations__}
 
 
-OPENAI = {
+CLIENTS = {
     "chat": names_of(
         chat_create_params.CompletionCreateParamsNonStreaming, chat_create_params.CompletionCreateParamsStreaming
     ),
@@ -60,13 +67,22 @@ OPENAI = {
         transcription_create_params.TranscriptionCreateParamsStreaming,
     ),
     "translations": names_of(translation_create_params.TranslationCreateParams),
+    "messages": names_of(
+        message_create_params.MessageCreateParamsNonStreaming,
+        message_create_params.MessageCreateParamsStreaming,
+        beta_create_params.MessageCreateParamsNonStreaming,
+        beta_create_params.MessageCreateParamsStreaming,
+    ),
+    "count_tokens": names_of(
+        message_count_tokens_params.MessageCountTokensParams, beta_count_tokens_params.MessageCountTokensParams
+    ),
 }
-"""Those of the installed client: a newer one with a new field fails the test."""
+"""Those of the installed clients: a newer one with a new field fails the test."""
 
 
 @pytest.mark.parametrize("route", BODIES)
 def test_every_field_of_every_protocol_is_in_the_table(route: str) -> None:
-    wanted = OPENAI.get(route, set()) | {name for one in OTHERS.values() for name in one.get(route, ())}
+    wanted = CLIENTS.get(route, set()) | {name for one in OTHERS.values() for name in one.get(route, ())}
     body = BODIES[route]
     known = {name.removesuffix("[]") for name in body.mapped()} | {*body.refused, *body.without_effect, "file"}
     assert sorted(wanted - known) == []
@@ -104,8 +120,9 @@ def test_an_unknown_field_is_refused_with_the_nearest(body: type[OpenAiBody]) ->
         body.parse({"no_such_field": 1, "modle": "m"})
 
 
-def test_the_reference_page_is_current() -> None:
+def test_the_reference_pages_are_current() -> None:
     assert PAGE.read_text() == fields_reference()
+    assert anthropic_reference.PAGE.read_text() == anthropic_reference.fields_reference()
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, as another form of chat requests."""
