@@ -42,6 +42,10 @@ setup-slow: setup  ## install what only the slow tests need: Debian packages (as
 		npm install --silent --no-audit --no-fund --prefix build/npm openai@6 @grpc/grpc-js@1
 	@test -d build/generator/openapi_python_client || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
 		--target build/generator openapi-python-client==0.29.1 ruamel.yaml==0.19.1
+	@test -d build/langchain/langchain_anthropic || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
+		--target build/langchain langchain-anthropic==1.7.7 langchain-core==1.7.2 langchain-protocol==0.0.20 \
+		langsmith==0.15.1 jsonpatch==1.48 jsonpointer==3.12 tenacity==9.2.1 uuid-utils==0.19.0 orjson==3.13.0 \
+		requests-toolbelt==1.0.0 zstandard==0.25.0 distro==1.9.0
 	@$(RUN) -m benchmarks.peers.environments perf
 
 test: setup  ## lint, type-check and run the fast tests, some minutes

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -20,6 +24,7 @@ WEATHER: Any = {"name": "weather", "input_schema": SCHEMA, "strict": True}
 TOOLS: Any = [WEATHER, {"name": "stop", "input_schema": {"type": "object"}}]
 NAMED: Any = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
 SAID: Any = [{"role": "user", "content": "Will it rain?"}]
+LANGCHAIN = Path(__file__).parents[4] / "build/langchain"
 
 pytestmark = pytest.mark.slow
 __all__ = ["words"]
@@ -156,3 +161,22 @@ def test_the_field_that_the_step_refuses_is_named(
     with pytest.raises(anthropic.BadRequestError) as refused:
         (streamed if stream else create)(client, extra_body=fields)
     assert str(refused.value.api_message).startswith(named)
+
+
+def test_langchain_chats_streams_calls_and_thinks(endpoint: Hosted) -> None:
+    if not (LANGCHAIN / "langchain_anthropic").is_dir():
+        pytest.skip("langchain-anthropic is not installed: make setup-slow")
+    script = Path(__file__).parent / "langchain_script.py"
+    paths = os.environ | {"PYTHONPATH": str(LANGCHAIN), "LANGSMITH_TRACING": "false"}
+    ended = subprocess.run(
+        [sys.executable, script, endpoint.url], env=paths, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout)
+    assert found["whole"] == found["streamed"] != "" and found["stop"] == "max_tokens"
+    assert found["usage"]["output_tokens"] == 40 and found["usage"]["input_tokens"] > 10
+    [call] = found["calls"]
+    assert call["name"] == "weather" and call["args"]["unit"] in ("C", "F")
+    assert found["shaped"]["unit"] in ("C", "F")  # the client sends no bounds of numbers
+    assert found["after"] and found["again"]
+    assert found["thinking"] == ["thinking"]
