@@ -133,7 +133,7 @@ def _picture_url(where: str, source: object) -> str:
     if isinstance(url, str) and url[:5].lower() == "data:":
         return url
     if isinstance(url, str):
-        fix = "this server fetches no URLs; send the picture itself, as a source of type base64"
+        fix = "this server fetches no URLs; expected a source of type base64, with the picture itself"
         raise HttpError(f"{where}.url: {fix}", param="messages")
     if kind == "file":
         raise HttpError(f"{where}.type: this server keeps no files; send a source of type base64", param="messages")

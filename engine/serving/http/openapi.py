@@ -141,7 +141,10 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": SCHEMAS | {"StreamOptions": _components(ChatBody)["StreamOptions"]},
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
