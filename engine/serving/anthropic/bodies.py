@@ -108,16 +108,23 @@ class ConversationBody(OpenAiBody, frozen=True, kw_only=True):
         turns = turns_of(self.messages, self.system)
         fields = {"model": self.model, "messages": [one.message for one in turns], **self._same()}
         fields |= tool_fields(self.tools, self.tool_choice) | self._template(ports, turns) | self._format()
-        switched = "chat_template_kwargs" if self.chat_template_kwargs else "thinking"
-        names = {**_NAMES, "chat_template_kwargs": switched}
-        if self.output_config is None or self.output_config.get("effort") is None:
-            names["reasoning_effort"] = "thinking"
-        return Chat(ChatBody.parse(fields), turns, names)
+        return Chat(ChatBody.parse(fields), turns, self._names())
 
     @property
     def thinking_shown(self) -> bool:
         """False if blocks of thinking come without their text."""
         return not isinstance(self.thinking, dict) or self.thinking.get("display") != "omitted"
+
+    def _names(self) -> dict[str, str]:
+        """Return the field that set each field of the chat request, where the names differ."""
+        names = dict(_NAMES)
+        if not self.chat_template_kwargs:
+            names["chat_template_kwargs"] = "thinking"
+        if self._effort() is None:
+            names["reasoning_effort"] = "thinking"
+        if self.output_format is not None:
+            names["response_format"] = "output_format"
+        return names
 
     def _same(self) -> dict[str, Any]:
         found = {name: getattr(self, field, None) for field, name in CHAT_FIELDS.items()}
