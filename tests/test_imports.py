@@ -44,6 +44,7 @@ PURE = [
     *(f"engine/serving/{name}.py" for name in ("auth/methods", "auth/token_entries", "openai/bodies", "statistics")),
     *(f"engine/serving/anthropic/{name}.py" for name in ("blocks", "bodies", "conversation", "errors", "tools")),
     "engine/serving/anthropic/responses.py",
+    *(f"engine/serving/openai/responses_api/{name}.py" for name in ("answer", "body", "items", "output", "store")),
     *(f"engine/serving/v2/{name}.py" for name in ("messages", "datatypes", "elements")),
     "nodes/strict_json.py",
     *(f"engine/serving/v2/{name}.py" for name in ("request", "response", "parameters", "metadata")),

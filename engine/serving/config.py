@@ -227,6 +227,15 @@ class ServeLimits:
     header_s: Annotated[float, _number(0.1, 3600)] = 20.0
     """Longest time in which an HTTP client may send a request."""
 
+    responses_bytes_max: Annotated[int, _number(0, 1 << 40)] = 64 << 20
+    """Most bytes of responses of /v1/responses that are kept, in memory, for `previous_response_id`; 0 keeps none."""
+
+    responses_max: Annotated[int, _number(1, 10_000_000)] = 10_000
+    """Most responses that are kept, over all callers."""
+
+    responses_s: Annotated[float, _number(1, 31_536_000)] = 86_400.0
+    """Longest time that a response is kept after its last use."""
+
     @property
     def budget_bytes(self) -> int:
         """Byte budget of a server for messages; one message of the largest size always fits."""

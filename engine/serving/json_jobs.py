@@ -11,6 +11,7 @@ json values. Parsing and the objects that it creates delay no other request.
     Numbers     elements of a tensor            -> the JSON list of them
     Nested      bytes of an array               -> nested JSON lists
     Generated   encoded outputs of an llm       -> a response of OpenAI or Anthropic, or the events that end a stream
+    Answered    the same of one prompt          -> a GeneratedAnswer
 
 Pure.
 """
@@ -29,7 +30,9 @@ from weftline.engine.serving.anthropic.responses import MessageAnswer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, elements_of, read_request
 from weftline.engine.serving.model_info import PortInfo
+from weftline.engine.serving.openai.ports import AnswerPorts
 from weftline.engine.serving.openai.responses import Completion
+from weftline.engine.serving.openai.responses_api.answer import GeneratedAnswer, generated_answer
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
 from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of
 from weftline.engine.serving.v2.messages import InferRequest, Parameter, Region, Tensor, WantedOutput
@@ -113,7 +116,14 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     sent: dict[str, int] | None = None
 
 
-Job = Elements | Document | RestBody | CheckJson | Write | Numbers | Nested | Generated
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """Read the answer in the outputs of one prompt, given as for Generated; see `generated_answer`."""
+
+    ports: AnswerPorts
+    logprobs: bool
+
+
+Job = Elements | Document | RestBody | CheckJson | Write | Numbers | Nested | Generated | Answered
 
 PARSED = frozenset({"json", "detections", "list"})
 """Kinds of elements that are JSON documents."""
@@ -141,15 +151,22 @@ def run(job: Job, data: bytes | memoryview) -> bytes:
         return json_text(elements_of(job.name, job.datatype, job.count, data))
     if isinstance(job, Nested):
         return json_text(nested(np.frombuffer(data, job.dtype).reshape(job.shape)))
+    if isinstance(job, Answered):
+        return _pack(generated_answer(_answers(data)[0], job.ports, job.logprobs))
     if isinstance(job, Generated):
-        try:
-            answers = [{name: _value(one) for name, one in outputs.items()} for outputs in _outputs(data)]
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise InputError("an output's worker sent bytes that hold no json value") from None
+        answers = _answers(data)
         if job.sent is None:
             return job.completion.whole(answers)
         return _pack(job.completion.ending(answers[0], job.sent))
     return _check(data)
+
+
+def _answers(data: bytes | memoryview) -> list[dict[str, Any]]:
+    """Decode the outputs of each prompt; InputError if one holds no json value."""
+    try:
+        return [{name: _value(one) for name, one in outputs.items()} for outputs in _outputs(data)]
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise InputError("an output's worker sent bytes that hold no json value") from None
 
 
 def generated(answers: Sequence[Mapping[str, Any]]) -> bytes:
@@ -160,6 +177,11 @@ def generated(answers: Sequence[Mapping[str, Any]]) -> bytes:
 def events(answer: bytes) -> list[bytes]:
     """Decode the result of a Generated job for a stream."""
     return _documents(answer)
+
+
+def answered(answer: bytes) -> GeneratedAnswer:
+    """Decode the result of an Answered job."""
+    return msgspec.msgpack.decode(answer, type=GeneratedAnswer)
 
 
 def rest_body(job: RestBody, answer: bytes) -> tuple[InferRequest, BinaryOutputs]:

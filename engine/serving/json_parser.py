@@ -28,6 +28,8 @@ from weftline.engine.serving.http.binary_tensors import (
 from weftline.engine.serving.http.plain_inputs import BODY_VALUES
 from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
+from weftline.engine.serving.openai.ports import AnswerPorts
+from weftline.engine.serving.openai.responses_api.answer import GeneratedAnswer, generated_answer
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
@@ -165,7 +167,17 @@ class JsonParser:
             return completion.ending(outputs, sent)
         return jobs.events(await self._generated(jobs.Generated(completion, dict(sent)), [outputs], caller))
 
-    async def _generated(self, job: jobs.Generated, answers: Sequence[Mapping[str, Any]], caller: str) -> bytes:
+    async def answer(
+        self, outputs: Mapping[str, Any], ports: AnswerPorts, logprobs: bool, caller: str = ""
+    ) -> GeneratedAnswer:
+        """Return the answer in the outputs of one prompt, of which large ones are Packed."""
+        if not _has_packed([outputs]):
+            return generated_answer(outputs, ports, logprobs)
+        return jobs.answered(await self._generated(jobs.Answered(ports, logprobs), [outputs], caller))
+
+    async def _generated(
+        self, job: jobs.Generated | jobs.Answered, answers: Sequence[Mapping[str, Any]], caller: str
+    ) -> bytes:
         try:
             return await self.queue.run(job, jobs.generated(answers), caller)
         except InputError as error:

@@ -258,7 +258,7 @@ class _ResponseSender:
 
 
 _PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST",
+    "access-control-allow-methods": "GET, POST, DELETE",
     "access-control-allow-headers": "*, authorization",
     "access-control-max-age": "600",
 }

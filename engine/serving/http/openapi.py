@@ -18,7 +18,6 @@ from weftline.engine.serving.anthropic.bodies import BODIES as ANTHROPIC_BODIES
 from weftline.engine.serving.http.run_schema import SCHEMAS, run_operation
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.bodies import (
-    BODIES,
     MESSAGES,
     SAMPLING_FIELDS,
     TEMPLATE_FIELDS,
@@ -27,6 +26,8 @@ from weftline.engine.serving.openai.bodies import (
     TranscriptionBody,
 )
 from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS
+from weftline.engine.serving.openai.responses_api.body import ResponsesBody
+from weftline.engine.serving.openai.route_bodies import BODIES
 
 _PARAMETERS = {
     "type": "object",
@@ -68,6 +69,8 @@ _GETS = {
     "/metrics": "All figures in Prometheus' text format.",
     "/openapi.json": "This document.",
     "/docs": "A page with the models and routes of this server.",
+    "/v1/responses/{response}": "A stored response.",
+    "/v1/responses/{response}/input_items": "The input items of a stored response.",
     "/v1/models": "Models that are ready.",
     "/v1/models/{model}": "One model.",
     "/version": "The version of the server.",
@@ -85,8 +88,10 @@ _GETS = {
     "/v2/cudasharedmemory/status": "Registered CUDA regions: none.",
     "/v2/cudasharedmemory/region/{region}/status": "One CUDA region: none.",
 }
+_DELETES = {"/v1/responses/{response}": "Delete a stored response."}
 _OPENAI = {
     "/v1/chat/completions": "Answer a conversation.",
+    "/v1/responses": "Answer a conversation, with OpenAI's Responses API.",
     "/v1/completions": "Complete a text.",
     "/v1/messages": "Answer a conversation, in Anthropic's form.",
     "/v1/messages/count_tokens": "The number of tokens of a conversation.",
@@ -101,6 +106,7 @@ _OPENAI = {
 _POSTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "/run/{model}": ("Run a model on one request.", {}, ()),
     "/ping": ("Whether the server lives; the same as /livez.", {}, ()),
+    "/v1/responses/{response}/cancel": ("Refused: no response is computed in the background.", {}, ()),
     "/tokenize": ("The tokens of a prompt or conversation.", {"prompt": {"type": "string"}, "messages": MESSAGES}, ()),
     "/v2/repository/index": ("All models with their states.", {"ready": {"type": "boolean"}}, ()),
     "/v2/repository/models/{model}/load": ("Load a configured pipeline.", {"parameters": {"type": "object"}}, ()),
@@ -124,6 +130,8 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
         paths.setdefault(path, {})["get"] = _operation(path, summary)
     for path, (summary, properties, required) in _POSTS.items():
         paths.setdefault(path, {})["post"] = _operation(path, summary) | _body(properties, required)
+    for path, summary in _DELETES.items():
+        paths.setdefault(path, {})["delete"] = _operation(path, summary)
     paths |= {f"/run/{info.name}": {"post": run_operation(info)} for info in models}
     for path, of in {**BODIES, **ANTHROPIC_BODIES}.items():
         kind = "multipart/form-data" if of is TranscriptionBody else "application/json"
@@ -140,7 +148,7 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
         "info": {"title": "Weftline", "version": "1", "description": "Pipelines of models over HTTP."},
         "paths": paths,
         "components": {
-            "schemas": SCHEMAS | {"StreamOptions": _components(ChatBody)["StreamOptions"]},
+            "schemas": SCHEMAS | _inner(ChatBody) | _inner(ResponsesBody),
             "securitySchemes": {
                 "token": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -150,7 +158,7 @@ def document(models: Sequence[ModelInfo] = ()) -> dict[str, Any]:
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:
-    names = [name for name in ("model", "version", "region") if f"{{{name}}}" in path]
+    names = [name for name in ("model", "version", "region", "response") if f"{{{name}}}" in path]
     return {
         "summary": summary,
         "parameters": [
@@ -175,6 +183,11 @@ def _components(of: type[Any]) -> dict[str, Any]:
     return msgspec.json.schema_components((of,), ref_template="#/components/schemas/{name}")[1]
 
 
+def _inner(of: type[OpenAiBody]) -> dict[str, Any]:
+    """Return the components that a body refers to."""
+    return {name: one for name, one in _components(of).items() if name != of.__name__}
+
+
 @cache
 def _fields_of(of: type[OpenAiBody]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the fields of a body as properties of a JSON Schema, and those that are required."""
@@ -183,11 +196,12 @@ def _fields_of(of: type[OpenAiBody]) -> tuple[dict[str, Any], tuple[str, ...]]:
     required = [name for name in schema["required"] if name != "given"]
     if "given" in schema["properties"]:
         keys = _components(SamplingParams)["SamplingParams"]["properties"]
-        properties |= {field: _unless_null(keys[key], ("default",)) for field, key in SAMPLING_FIELDS.items()}
         options = _components(TemplateOptions)["TemplateOptions"]["properties"]
-        template = getattr(of, "template_fields", ())
-        properties |= {field: _unless_null(options[TEMPLATE_FIELDS[field]], ("default",)) for field in template}
-        properties |= {field: _ANY for field in CONSTRAINT_FIELDS if field not in properties}
+        mapped = of.mapped()
+        schemas = {field: keys[key] for field, key in SAMPLING_FIELDS.items()}
+        schemas |= {field: options[key] for field, key in TEMPLATE_FIELDS.items()}
+        properties |= {field: _unless_null(one, ("default",)) for field, one in schemas.items() if field in mapped}
+        properties |= {field: _ANY for field in CONSTRAINT_FIELDS if field in mapped and field not in properties}
         properties["stop"] = {"oneOf": [{"type": "string"}, properties["stop"]]}
     if of is TranscriptionBody:
         properties["file"] = {"type": "string", "format": "binary"}

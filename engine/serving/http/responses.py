@@ -95,6 +95,11 @@ def event(value: Mapping[str, Any] | msgspec.Raw) -> bytes:
     return b"data: %b\n\n" % msgspec.json.encode(value)
 
 
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """Encode an object as one server-sent event that is named by its `type`."""
+    return b"event: %b\n%b" % (value["type"].encode(), event(value))
+
+
 def _openai_event(error: BaseException) -> bytes:
     return event(openai_problem(error))
 

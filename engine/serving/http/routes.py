@@ -39,6 +39,7 @@ from weftline.engine.serving.openai.endpoints import (
     Score,
     Tokenize,
 )
+from weftline.engine.serving.openai.responses_api.endpoint import Responses
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -63,9 +64,14 @@ def routes(context: HttpContext) -> list[Route]:
 
 
 def _openai(context: HttpContext) -> list[Route]:
-    models = OpenAiModels(context)
+    models, responses = OpenAiModels(context), Responses(context)
     return [
         _post("/v1/chat/completions", Chat(context).create),
+        _post("/v1/responses", responses.create),
+        _get("/v1/responses/{response}", responses.get),
+        _delete("/v1/responses/{response}", responses.delete),
+        _get("/v1/responses/{response}/input_items", responses.input_items),
+        _post("/v1/responses/{response}/cancel", responses.cancel),
         _post("/v1/completions", Completions(context).create),
         _post("/v1/messages", Messages(context).create),
         _post("/v1/messages/count_tokens", CountTokens(context).create),
@@ -196,6 +202,10 @@ def _get(path: str, endpoint: Endpoint) -> Route:
 
 def _post(path: str, endpoint: Endpoint) -> Route:
     return Route(path, _Application(endpoint), methods=["POST"])
+
+
+def _delete(path: str, endpoint: Endpoint) -> Route:
+    return Route(path, _Application(endpoint), methods=["DELETE"])
 
 
 def _both(path: str, endpoint: Endpoint) -> Route:

@@ -574,19 +574,6 @@ class TranscriptionBody(OpenAiBody, frozen=True, kw_only=True, rename={"granular
         return self.response_format not in ("json", "text")
 
 
-BODIES: Mapping[str, type[OpenAiBody]] = {
-    "/v1/chat/completions": ChatBody,
-    "/v1/completions": CompletionBody,
-    "/v1/embeddings": EmbeddingBody,
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankBody),
-    **dict.fromkeys(("/v1/score", "/score"), ScoreBody),
-    "/detokenize": DetokenizeBody,
-    "/v1/audio/speech": SpeechBody,
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), TranscriptionBody),
-}
-"""Body of each route. /tokenize has that of a chat or of a completion."""
-
-
 def answers_output(body: GenerationBody, output: str | None) -> str | None:
     """Return the output with several answers or log-probabilities, if the body requests either."""
     if body.n == 1 and body.top_logprobs_count is None:

@@ -164,32 +164,8 @@ Prompts = tuple[GenerationBody, AnswerPorts, Sequence[Mapping[str, Any]]]
 """A parsed body, the model's ports, and the inputs of each prompt."""
 
 
-class GenerationEndpoint(Endpoint, ABC):
-    """Handler of a route that generates text, in one response or in chunks."""
-
-    format: ClassVar[Format]
-
-    async def create(self, request: Request) -> ASGIApp:
-        body, ports, inputs = self._read(request, await self._object(request))
-        asks = self._asks(request, body, ports, inputs)
-        if body.stream and len(asks) > 1:
-            raise unsupported("prompt", "one prompt streams at a time; send a request for each")
-        completion, caller = self._completion(body, ports), caller_of(request).name
-        with body.naming_fields():
-            if body.stream:
-                texts = [name for name in (ports.output, ports.reasoning, self._streamed_logprobs(body, ports)) if name]
-                text = await self._text(request, asks[0], *texts)
-                ending = partial(self._context.json.ending, caller=caller)
-                return EventStream(chunks(body, completion, text, ending))
-            answers = await self._outputs_of(request, asks, encoded=True)
-        return Response(await self._context.json.completion(completion, answers, caller), media_type=JSON)
-
-    def _completion(self, body: GenerationBody, ports: AnswerPorts) -> Completion:
-        kind = self.format.chunk_object if body.stream else self.format.object
-        header = AnswerHeader(kind, body.model, int(self._context.now_s()))
-        logprobs = body.top_logprobs_count is not None
-        chat = isinstance(self.format, ChatFormat)
-        return Completion(header, ports, chat, logprobs, body.n, body.usage_in_stream, body.echoed)
+class PromptEndpoint(Endpoint):
+    """Base of the routes that send prompts to a model, in any protocol."""
 
     def _streamed_logprobs(self, body: GenerationBody, ports: AnswerPorts) -> str | None:
         """Return the output with log-probabilities as tokens arrive. Those of an echoed prompt come at the end."""
@@ -217,6 +193,34 @@ class GenerationEndpoint(Endpoint, ABC):
         asks = [self._ask(request, body.model, one, outputs, body.priority) for one in merged]
         caller_of(request).spend(len(asks) * body.n - 1)
         return asks
+
+
+class GenerationEndpoint(PromptEndpoint, ABC):
+    """Handler of a route that generates text, in one response or in chunks."""
+
+    format: ClassVar[Format]
+
+    async def create(self, request: Request) -> ASGIApp:
+        body, ports, inputs = self._read(request, await self._object(request))
+        asks = self._asks(request, body, ports, inputs)
+        if body.stream and len(asks) > 1:
+            raise unsupported("prompt", "one prompt streams at a time; send a request for each")
+        completion, caller = self._completion(body, ports), caller_of(request).name
+        with body.naming_fields():
+            if body.stream:
+                texts = [name for name in (ports.output, ports.reasoning, self._streamed_logprobs(body, ports)) if name]
+                text = await self._text(request, asks[0], *texts)
+                ending = partial(self._context.json.ending, caller=caller)
+                return EventStream(chunks(body, completion, text, ending))
+            answers = await self._outputs_of(request, asks, encoded=True)
+        return Response(await self._context.json.completion(completion, answers, caller), media_type=JSON)
+
+    def _completion(self, body: GenerationBody, ports: AnswerPorts) -> Completion:
+        kind = self.format.chunk_object if body.stream else self.format.object
+        header = AnswerHeader(kind, body.model, int(self._context.now_s()))
+        logprobs = body.top_logprobs_count is not None
+        chat = isinstance(self.format, ChatFormat)
+        return Completion(header, ports, chat, logprobs, body.n, body.usage_in_stream, body.echoed)
 
     @abstractmethod
     def _read(self, request: Request, fields: Mapping[str, Any]) -> Prompts:

@@ -34,6 +34,20 @@ OF_REFUSAL = {
     "compaction": "no messages are summarised; shorten them",
     "thread": "no conversation is stored; send all messages",
     "inference_geo": "the server runs where its operator installed it",
+    "truncation": "a conversation is never cut; shorten it",
+    "background": "send the request without it and wait for the response, or stream it",
+    "background_options": "there are no background responses",
+    "conversation": "use previous_response_id",
+    "prompt": "a prompt template kept by the provider; send instructions and input",
+    "previous_response": "use previous_response_id, or send the items as input",
+    "previous_input_messages": "use previous_response_id, or send the items as input",
+    "response_format": "use text.format",
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "reasoning_effort": "use reasoning.effort",
+    "messages": "use input",
+    "logprobs": 'use include: ["message.output_text.logprobs"]',
+    "n": "a response has one answer; use a chat",
 }
 """Reasons of refusals, or their replacement; others are not supported."""
 
@@ -81,6 +95,25 @@ CHAT_REFUSED: Refusals = _ENGINE | {
     "suffix": ("",),
     "best_of": (1,),
 }
+
+RESPONSES_REFUSED: Refusals = _ENGINE | {
+    "background": _OFF,
+    "background_options": ({},),
+    "conversation": (),
+    "prompt": (),
+    "moderation": (),
+    "access_programs": ({},),
+    "context_management": ([],),
+    "image": ({},),
+    "truncation": ("disabled",),
+    "enable_response_messages": _OFF,
+    "previous_input_messages": ([],),
+    "previous_response": (),
+    **dict.fromkeys(("response_format", "max_tokens", "max_completion_tokens", "reasoning_effort", "messages"), ()),
+    "logprobs": _OFF,
+    "n": (1,),
+}
+"""Fields of /v1/responses; those of chat requests that have another name here are named with their replacement."""
 
 COMPLETION_REFUSED: Refusals = _ENGINE | {"suffix": ("",), "best_of": (1,), "prompt_embeds": ()}
 
@@ -176,6 +209,11 @@ MESSAGES_WITHOUT_EFFECT = {
     "fallback_credit_token": "nothing is billed",
     "betas": "the header anthropic-beta, which has no effect",
 }
+_KEPT = ("store", "metadata")
+RESPONSES_WITHOUT_EFFECT = {name: why for name, why in GENERATION_WITHOUT_EFFECT.items() if name not in _KEPT} | {
+    "max_tool_calls": "limits calls of built-in tools, and there are none",
+}
+
 POOLING_WITHOUT_EFFECT = _IDENTITY
 AUDIO_WITHOUT_EFFECT = {"user": _IDENTITY["user"]}
 

@@ -181,16 +181,20 @@ def _data_url(part: Mapping[str, Any], where: str) -> tuple[str, str]:
     """Return the `data:` URL of an `image_url` part, and the base64 in it; HttpError otherwise."""
     inner = part.get("image_url")
     url = inner.get("url") if isinstance(inner, dict) else inner
+    return check_data_url(url, f"{where}.image_url.url")
+
+
+def check_data_url(url: object, where: str, param: str = "messages") -> tuple[str, str]:
+    """Return a `data:` URL of a picture, and the base64 in it; HttpError otherwise."""
     if not isinstance(url, str):
-        raise HttpError(f"{where}.image_url.url: expected a data: URL", param="messages")
+        raise HttpError(f"{where}: expected a data: URL", param=param)
     if not url[:5].lower() == "data:":
         raise HttpError(
-            f"{where}.image_url.url: this server fetches no URLs; send the picture itself as data:image/png;base64,...",
-            param="messages",
+            f"{where}: this server fetches no URLs; send the picture itself as data:image/png;base64,...", param=param
         )
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise HttpError(f"{where}.image_url.url: expected data:image/...;base64,...", param="messages")
+        raise HttpError(f"{where}: expected data:image/...;base64,...", param=param)
     return url, data
 
 

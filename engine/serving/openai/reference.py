@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weftline.engine.serving.openai.bodies import BODIES, OpenAiBody
+from weftline.engine.serving.openai.bodies import OpenAiBody
 from weftline.engine.serving.openai.fields import why_refused
+from weftline.engine.serving.openai.route_bodies import BODIES
 
 PAGE = Path("docs/reference/openai-fields.md")
 COMMAND = "python -m weftline.engine.serving.openai.reference"

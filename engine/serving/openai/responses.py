@@ -37,12 +37,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one or more answers; zeros where the pipeline does not count them. truncated: of prompts, not read."""
+    """Tokens of one or more answers; zeros where the pipeline does not count them.
+
+    truncated: of prompts, not read.   reasoning: of `completion`.
+    """
 
     prompt: int = 0
     completion: int = 0
     cached: int = 0
     truncated: int = 0
+    reasoning: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         counts = zip(astuple(self), astuple(other), strict=True)
@@ -86,7 +90,8 @@ def usage_of(value: object) -> Usage:
     """Return the counts of a `usage` output; zeros for those that it lacks."""
     if not isinstance(value, Mapping):
         return Usage()
-    counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "truncated_tokens")]
+    kinds = ("prompt", "completion", "cached", "truncated", "reasoning")
+    counts = [value.get(f"{kind}_tokens") for kind in kinds]
     return Usage(*[int(count) if isinstance(count, int | float) and math.isfinite(count) else 0 for count in counts])
 
 
@@ -282,7 +287,7 @@ class TextOffsets:
         """Return the offsets of `tokens`, whose text is `text`: of its first character where they are parts of one."""
         offsets: list[int] = []
         for one in tokens:
-            data = _bytes_of(one)
+            data = token_bytes(one)
             if data and not self._begun:  # some tokenizers drop the space before a text
                 self._begun = True
                 self._chars -= data.startswith(b" ") and not text.startswith(" ")
@@ -297,16 +302,16 @@ def text_tokens(choice: Choice) -> Sequence[Mapping[str, Any]]:
     if choice.finish == "length":
         return tokens
     offsets = TextOffsets().add(tokens, choice.text)
-    whole = b"".join(map(_bytes_of, tokens)).decode("utf-8", "replace")
+    whole = b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
     plain = not (choice.reasoning or choice.tool_calls) and whole.lstrip().startswith(choice.text.lstrip())
     end = len(choice.text) if plain else len(whole)
     kept = len(tokens)
-    while kept and (offsets[kept - 1] >= end or not _bytes_of(tokens[kept - 1])):
+    while kept and (offsets[kept - 1] >= end or not token_bytes(tokens[kept - 1])):
         kept -= 1
     return tokens[:kept]
 
 
-def _bytes_of(one: Mapping[str, Any]) -> bytes:
+def token_bytes(one: Mapping[str, Any]) -> bytes:
     """Return the bytes of a token in the text; none for a control token."""
     found = one.get("bytes", one)
     return str(one.get("token", "")).encode("utf-8", "replace") if found is one else bytes(found or ())

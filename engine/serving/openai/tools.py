@@ -46,13 +46,17 @@ def _read_name(where: str, tool: Any) -> str:
     kind = tool.get("type", "function") if isinstance(tool, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise unsupported("tools", f"{where}.type: found {kind!r:.40}, only function is supported")
-    function = tool.get("function") if isinstance(tool, dict) else None
+    return check_function(f"{where}.function", tool.get("function") if isinstance(tool, dict) else None)
+
+
+def check_function(where: str, function: Any) -> str:
+    """Return the name of a function that the model may call; HttpError if the function is invalid."""
     function = function if isinstance(function, dict) else {}
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
-        raise HttpError(f"{where}.function.name: expected a text of 1 to {NAME_CHARS_MAX} characters", param="tools")
+        raise HttpError(f"{where}.name: expected a text of 1 to {NAME_CHARS_MAX} characters", param="tools")
     if not isinstance(function.get("parameters") or {}, dict):
-        raise HttpError(f"{where}.function.parameters: expected an object, a JSON schema", param="tools")
+        raise HttpError(f"{where}.parameters: expected an object, a JSON schema", param="tools")
     return name
 
 

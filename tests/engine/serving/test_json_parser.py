@@ -27,6 +27,7 @@ from weftline.engine.serving.http.binary_tensors import BinaryOutputs, response_
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.openai.ports import AnswerPorts
 from weftline.engine.serving.openai.responses import AnswerHeader, Completion
+from weftline.engine.serving.openai.responses_api.answer import generated_answer
 from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor
 from weftline.engine.serving.v2.request import to_asks
@@ -351,5 +352,24 @@ def test_a_large_message_is_the_small_one() -> None:
     async def work(parser: JsonParser) -> None:
         assert await parser.completion(message, [large]) == message.whole([small])
         assert await parser.ending(message, large, {"text": 1}) == message.ending(small, {"text": 1})
+
+    _with(work)
+
+
+def test_a_large_answer_is_the_small_one_and_does_not_stop_the_loop() -> None:
+    top = [{"token": "t", "logprob": -1.5}] * 20
+    logprobs = [{"token": "a", "logprob": -0.5, "top": top}] * 5000
+    calls = [{"id": "c1", "function": {"name": "f", "arguments": {"city": "Bergen"}}}]
+    answers = [{"text": "a" * 5000, "finish_reason": "stop", "logprobs": logprobs, "tool_calls": calls}]
+    ports = AnswerPorts(output="text", sampling=None, tenant=None, usage="usage", answers="answers")
+    small = {"text": "a" * 5000, "usage": {"prompt_tokens": 3}, "answers": answers}
+    large = small | {"answers": Packed("json", data=encode_json(answers))}
+
+    async def work(parser: JsonParser) -> None:
+        found = await parser.answer(large, ports, True)
+        assert found == await parser.answer(small, ports, True) == generated_answer(small, ports, True)
+        assert (len(found.logprobs or ()), found.calls[0].arguments) == (5000, '{"city": "Bergen"}')
+        stalls = [(await _longest_stall_s(parser.answer(large, ports, True)))[0] for _ in range(2)]
+        assert min(stalls) < STALL_S, stalls
 
     _with(work)

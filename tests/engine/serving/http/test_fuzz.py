@@ -27,7 +27,8 @@ def document_of_these_models() -> dict[str, Any]:
     for item in found["paths"].values():
         for operation in item.values():
             for parameter in operation["parameters"]:
-                known = {"model": MODELS, "version": ["1", "2", "x"], "region": ["r", "..", "a b"]}
+                odd = ["r", "..", "a b"]
+                known = {"model": MODELS, "version": ["1", "2", "x"], "region": odd, "response": odd}
                 parameter["schema"] = {"enum": known[parameter["name"]]}
             for content in operation.get("requestBody", {"content": {}})["content"].values():
                 if "model" in content["schema"]["properties"]:

@@ -74,7 +74,7 @@ def every_route(endpoint: Hosted) -> list[tuple[str, str]]:
 
 
 def filled(template: str) -> str:
-    return template.replace(":path}", "}").format(model="chat", version="1", region="r")
+    return template.replace(":path}", "}").format(model="chat", version="1", region="r", response="r")
 
 
 def test_the_gates_table_has_every_route_and_no_other(endpoint: Hosted) -> None:

@@ -13,6 +13,7 @@ from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.audio import speech_create_params, transcription_create_params, translation_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.template_options import TemplateOptions
@@ -31,11 +32,13 @@ from weftline.engine.serving.openai.bodies import (
 )
 from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS
 from weftline.engine.serving.openai.reference import PAGE, fields_reference
+from weftline.engine.serving.openai.responses_api.body import ResponsesBody
 
 OTHERS = json.loads((Path(__file__).parent / "request_fields.json").read_text())
 """Names of the fields of other servers' request models, by repository and version, and by route."""
 BODIES: dict[str, type[OpenAiBody]] = {
     "chat": ChatBody,
+    "responses": ResponsesBody,
     "completions": CompletionBody,
     "embeddings": EmbeddingBody,
     "rerank": RerankBody,
@@ -55,6 +58,9 @@ def names_of(*models: Any) -> set[str]:
 CLIENTS = {
     "chat": names_of(
         chat_create_params.CompletionCreateParamsNonStreaming, chat_create_params.CompletionCreateParamsStreaming
+    ),
+    "responses": names_of(
+        response_create_params.ResponseCreateParamsNonStreaming, response_create_params.ResponseCreateParamsStreaming
     ),
     "completions": names_of(
         completion_create_params.CompletionCreateParamsNonStreaming,
@@ -95,7 +101,7 @@ def test_a_field_has_one_effect(body: type[OpenAiBody]) -> None:
 
 
 def test_mapped_fields_name_keys_that_the_llm_step_has() -> None:
-    for body in (ChatBody, CompletionBody):
+    for body in (ChatBody, CompletionBody, ResponsesBody):
         for field, key in body.mapped().items():
             port, _, name = key.partition(".")
             if port == "sampling" and field not in CONSTRAINT_FIELDS:
