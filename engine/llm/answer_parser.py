@@ -92,6 +92,11 @@ class AnswerParser:
     def has_calls(self) -> bool:
         return bool(self._calls)
 
+    @property
+    def in_reasoning(self) -> bool:
+        """True while the text that comes next is reasoning."""
+        return self._state == self._reasoning_state
+
     def push(self, text: str, final: bool = False) -> AnswerParts:
         """Add text; return the parts that it completes. final: the answer ends with it."""
         done = 0

@@ -85,12 +85,17 @@ class SequenceOutput:
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer so far. latest: the newest update, whose counts are those of the whole answer."""
+    """One answer so far.
+
+    latest:           the newest update, whose counts are those of the whole answer.
+    reasoning_tokens: tokens of rounds that added to the reasoning, its end included.
+    """
 
     parser: AnswerParser | None = None
     texts: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # as the outputs have them
     latest: TokenUpdate = field(default_factory=lambda: _EMPTY)
+    reasoning_tokens: int = 0
 
     @property
     def parts(self) -> AnswerParts:
@@ -169,7 +174,10 @@ class RequestOutput:
                 return scored
             answer.texts.append(update.text)
             return {**scored, "text": update.text}
+        begun = answer.parser.in_reasoning
         added = answer.parser.push(update.text, final=update.finish is not None)
+        if begun or answer.parser.in_reasoning:
+            answer.reasoning_tokens += len(update.tokens)
         texts = {name: text for name, text in (("text", added.content), ("reasoning", added.reasoning)) if text}
         return {**scored, **texts}
 
@@ -185,6 +193,8 @@ class RequestOutput:
         }
         if first.latest.stop_string:
             usage["stop_string"] = first.latest.stop_string
+        if reasoning := sum(answer.reasoning_tokens for answer in self._answers):
+            usage["reasoning_tokens"] = reasoning
         if any(answer.latest.drafted_tokens for answer in self._answers):
             usage["draft_tokens"] = sum(answer.latest.drafted_tokens for answer in self._answers)
             usage["accepted_tokens"] = sum(answer.latest.accepted_tokens for answer in self._answers)

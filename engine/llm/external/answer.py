@@ -85,12 +85,19 @@ class CachedTokens(msgspec.Struct):
     cached_tokens: int | None = None
 
 
+class ReasoningTokens(msgspec.Struct):
+    """Details of the answer's tokens."""
+
+    reasoning_tokens: int | None = None
+
+
 class ChunkUsage(msgspec.Struct):
     """Counts of tokens."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -192,7 +199,8 @@ class ExternalAnswer:
     def outputs(self) -> dict[str, Any]:
         """Return the step's outputs; counts that the server did not send are None."""
         first, usage = self._choices[0], self._usage
-        details = usage.prompt_tokens_details
+        details, reasoning = usage.prompt_tokens_details, usage.completion_tokens_details
+        counted = {"reasoning_tokens": reasoning.reasoning_tokens} if reasoning and reasoning.reasoning_tokens else {}
         return {
             "text": "".join(first.texts),
             "reasoning": "".join(first.reasoning),
@@ -203,6 +211,7 @@ class ExternalAnswer:
                 "cached_tokens": details.cached_tokens if details is not None else None,
                 "finish_reason": first.finish,
                 **({"stop_string": first.stop_string} if first.stop_string else {}),
+                **counted,
             },
             "logprobs": list(map(_scored, first.logprobs)) if self._logprobs else [],
             "answers": [one.to_json(index, self._logprobs) for index, one in enumerate(self._choices)],

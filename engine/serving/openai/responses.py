@@ -58,12 +58,13 @@ class Usage:
         return {"prompt_tokens": self.prompt, "total_tokens": self.prompt} | cut
 
     def to_json(self) -> dict[str, Any]:
+        reasoning = {"completion_tokens_details": {"reasoning_tokens": self.reasoning}} if self.reasoning else {}
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+        } | reasoning
 
 
 @dataclass(frozen=True, slots=True)

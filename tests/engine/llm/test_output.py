@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weftline.engine.llm.answer_syntax import AnswerSyntax
 from weftline.engine.llm.detokenizer import TextStream, TokenName, WindowDecoder
 from weftline.engine.llm.output import RequestOutput, SequenceOutput
 from weftline.engine.llm.params import SamplingParams
@@ -105,3 +106,19 @@ def test_a_constraint_that_is_fulfilled_ends_the_answer():
     update = TokenUpdate(1, (0, 1), finish="stop")
     reply.add(update)
     assert (update.tokens, update.finish) == ((0, 1), "stop")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "count"),
+    [
+        (["<think>", "hm", " so", "</think>", "yes", "!"], 4),
+        (["<think>", "hm"], 2),
+        (["yes", "!"], 0),
+    ],
+)
+def test_tokens_of_the_reasoning_are_counted(pieces: list[str], count: int) -> None:
+    output = RequestOutput(1, lambda token: TokenName("", b""), AnswerSyntax(reasoning=True))
+    for place, piece in enumerate(pieces):
+        last = place == len(pieces) - 1
+        output.add(TokenUpdate(0, (7,), text=piece, finish="stop" if last else None, completion_tokens=place + 1))
+    assert output.outputs()["usage"].get("reasoning_tokens", 0) == count
