@@ -1,7 +1,8 @@
 """Answer format of a model: its notation of reasoning and tool calls, applied to requests.
 
 `AnswerFormat.prepare` is called once per request. It returns the syntax for the parser of the answers. Where a call is
-required, it adds the grammar of the calls to the sampling options.
+required, it adds the grammar of the calls to the sampling options; where the answer is JSON of a schema and there are
+tools, that of either.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from typing import TYPE_CHECKING
 from weftline.engine.llm.answer_syntax import (
     END_THINK,
     FORCED_FORMATS,
+    MARKED_FORMATS,
     MARKS,
     OPENING,
     THINK,
     AnswerSyntax,
     find_tool_format,
 )
+from weftline.engine.llm.grammar.constraint import Constraint
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.tool_choice import ToolRequest
 from weftline.engine.llm.vision.prompt import PromptImage
@@ -74,8 +77,13 @@ class AnswerFormat:
             calls_max=request.calls_max,
             key=b"".join(token.to_bytes(4, "little") for token in prompt[-KEY_TOKENS:]) if tools else b"",
         )
+        schema = params.json_schema or ({"type": "object"} if params.json_object else None)
         if request.forced:
             params = replace(params, grammar=request.grammar(tools, self._tokens.added_ids(MARKS), thinking))
+        elif schema is not None and tools in MARKED_FORMATS:  # the answer is a call, or JSON
+            Constraint.read(params.constraint)
+            grammar = request.grammar(tools, self._tokens.added_ids(MARKS), False, schema)
+            params = replace(params, json_schema=None, json_object=False, grammar=grammar)
         if self._has_special_marks(syntax):
             params = replace(params, skip_special_tokens=False)
         return Prepared(prompt, params, syntax)

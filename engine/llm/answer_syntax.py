@@ -21,6 +21,9 @@ from typing import Any
 TOOL_FORMATS = ("hermes", "llama3", "mistral", "qwen3_coder")
 FORCED_FORMATS = ("hermes", "llama3", "mistral")
 """Formats in which a call can be forced by a grammar."""
+
+MARKED_FORMATS = ("hermes", "mistral")
+"""Those of FORCED_FORMATS whose calls begin with a mark, by which a grammar separates them from other JSON."""
 THINK, END_THINK = "<think>", "</think>"
 HERMES, END_HERMES = "<tool_call>", "</tool_call>"
 LLAMA3 = "<|python_tag|>"

@@ -1,4 +1,4 @@
-"""Tools of a request, and the grammar of a forced call. Pure.
+"""Tools of a request, and the grammar of a forced call, or of a call or JSON. Pure.
 
 The inputs have the values of OpenAI's fields: `tools` is a list of {"type": "function", "function": {"name",
 "description", "parameters"}}; `tool_choice` is auto, none, required, or {"type": "function", "function": {"name"}};
@@ -79,25 +79,31 @@ class ToolRequest:
             if isinstance(name, str) and name
         }
 
-    def grammar(self, format: str, ids: Mapping[str, int], thinking: bool) -> str:
+    def grammar(
+        self, format: str, ids: Mapping[str, int], thinking: bool, answer: Mapping[str, Any] | None = None
+    ) -> str:
         """Return the Lark grammar of an answer that consists of calls; InputError for an unsuitable tool.
 
         format:   one of FORCED_FORMATS.
         ids:      tokens of those MARKS that are single tokens.
         thinking: True if the prompt ends within the reasoning, which comes before the calls then.
+        answer:   JSON schema of an answer that may come instead of the calls, for MARKED_FORMATS; None: there is none.
         """
         functions = [_read_function(place, tool) for place, tool in enumerate(self.offered)]
-        chosen = [one for one in functions if self.kind == "required" or one[0] == self.name]
+        chosen = [one for one in functions if self.kind != "function" or one[0] == self.name]
         if not chosen:
             raise InputError(f"tool_choice: found {self.name!r:.80}, expected a name in tools", param="tool_choice")
         key = "parameters" if format == "llama3" else "arguments"
         rules = [_rules(place, *one, key) for place, one in enumerate(chosen)]
         call = " | ".join(f"call{place}" for place in range(len(chosen)))
-        start = f"start: {'think ' + _literal(chr(10) * 2) if thinking else ''} {_calls(format, self.parallel, ids)}"
-        think = [_think(ids)] if thinking else []
-        grammar = "\n".join([start, *think, f"call: {call}", *rules])
+        either = "" if answer is None else " | answer"
+        think = f"think {_literal(chr(10) * 2)} " if thinking else ""
+        start = f"start: {think}({_calls(format, self.parallel, ids)}{either})"
+        more = [] if answer is None else [f"answer: {_json(answer, 'the answer')}"]
+        more += [_think(ids)] if thinking else []
+        grammar = "\n".join([start, *more, f"call: {call}", *rules])
         if len(grammar.encode("utf-8", "replace")) > TEXT_BYTES_MAX:
-            expected = f"at most {TEXT_BYTES_MAX} bytes together where a call is required"
+            expected = f"at most {TEXT_BYTES_MAX} bytes together where answers are constrained"
             raise InputError(f"tools: found larger schemas, expected {expected}", param="tools")
         return grammar
 
@@ -136,15 +142,16 @@ def _read_function(place: int, tool: Mapping[str, Any]) -> tuple[str, dict[str, 
 def _rules(place: int, name: str, schema: Mapping[str, Any], key: str) -> str:
     begin, between, end = map(_literal, ('{"name": ', f', "{key}": ', "}"))
     call = f"call{place}: {begin} name{place} {between} args{place} {end}"
-    return "\n".join([call, f"name{place}: {_json({'const': name}, name)}", f"args{place}: {_json(schema, name)}"])
+    const, args = _json({"const": name}, "a name"), _json(schema, f"the parameters of {name!r:.80}")
+    return "\n".join([call, f"name{place}: {const}", f"args{place}: {args}"])
 
 
-def _json(schema: Mapping[str, Any], name: str) -> str:
-    """Return the expression of JSON with a schema, of the function `name`."""
+def _json(schema: Mapping[str, Any], what: str) -> str:
+    """Return the expression of JSON with a schema. what: the schema's place in an error."""
     try:
         text = json.dumps({**schema, "x-guidance": _SPACES}, ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, RecursionError):  # NaN, numbers of thousands of digits
-        raise InputError(f"tools: the parameters of {name!r:.80} cannot be written as JSON", param="tools") from None
+        raise InputError(f"tools: {what} cannot be written as JSON", param="tools") from None
     for special in _SPECIAL:  # these can only be parts of strings
         text = text.replace(special, f"\\u{ord(special[0]):04x}{special[1:]}")
     return f"%json {text}"

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from weftline.engine.llm.answer_parser import AnswerParser
-from weftline.engine.llm.answer_syntax import AnswerSyntax
+from weftline.engine.llm.answer_syntax import MARKED_FORMATS, AnswerSyntax
 from weftline.engine.llm.grammar.compiler import _translated, _without_token_ids
 from weftline.engine.llm.grammar.constraint import Constraint
 from weftline.engine.llm.tool_choice import ToolRequest
@@ -34,8 +34,8 @@ TWO = {
 NAMED = {"type": "function", "function": {"name": 'lo"ok'}}
 
 
-def permits(text: str, format: str, thinking: bool = False, **inputs: Any) -> bool:
-    grammar = ToolRequest.read({"tools": TOOLS, **inputs}).grammar(format, {}, thinking)
+def permits(text: str, format: str, thinking: bool = False, answer: Any = None, **inputs: Any) -> bool:
+    grammar = ToolRequest.read({"tools": TOOLS, **inputs}).grammar(format, {}, thinking, answer)
     matcher = LLMatcher(BYTES, json.dumps({"grammars": [{"lark_grammar": grammar}]}), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = BYTES.tokenize_str(text)
@@ -54,6 +54,16 @@ def test_forced_answers_are_calls(format: str) -> None:
     for text, count in ((one, 1), (two, 2)):
         parser = AnswerParser(AnswerSyntax(format, ToolRequest.read({"tools": TOOLS}).schemas()))
         assert len(parser.push(text, final=True).calls) == count and parser.parts.content == ""
+
+
+@pytest.mark.parametrize("format", MARKED_FORMATS)
+def test_an_answer_is_calls_or_json_where_both_are_permitted(format: str) -> None:
+    answer = LOOK | {"$defs": {"a": {"type": "integer"}}, "properties": {"n": {"$ref": "#/$defs/a"}}}
+    for text in (CALLS[format], TWO[format], '{"n": 5}'):
+        assert permits(text, format, answer=answer)
+    for text in ("", "yes", '{"n": "5"}', CALLS[format] + '{"n": 5}', CALLS[format].replace("5", '"5"')):
+        assert not permits(text, format, answer=answer)
+    assert not permits(TWO[format], format, answer=answer, parallel_tool_calls=False)
 
 
 def test_reasoning_comes_before_forced_calls() -> None:

@@ -128,6 +128,24 @@ def test_each_of_several_answers_has_its_calls(client: openai.OpenAI, stream: bo
     assert len({one.message.tool_calls[0].id for one in choices}) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_a_call_or_json_of_the_schema(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    asked: dict[str, Any] = {"model": "calls", "messages": SAID, "tools": TOOLS, "parallel_tool_calls": False}
+    asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    asked["temperature"] = 100
+    kinds = set()
+    for seed in range(12):
+        if stream:
+            with client.chat.completions.stream(seed=seed, **asked) as found:
+                message: Any = found.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(seed=seed, **asked).choices[0].message
+        kinds.add(bool(message.tool_calls))
+        assert message.tool_calls or json.loads(message.content) == {"n": 7}
+    assert kinds == {True, False}
+
+
 def test_the_conversation_goes_on_with_the_result_of_a_call(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "calls", "tools": TOOLS}
     first = client.chat.completions.create(messages=SAID, tool_choice=NAMED, parallel_tool_calls=False, **asked)
