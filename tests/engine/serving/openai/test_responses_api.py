@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
+from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Ask
@@ -76,7 +77,7 @@ INPUTS = {
     **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls", "sampling", "template"), "json?"),
     "messages": "json",
 }
-OUTPUTS = {"reasoning": "text", "text": "text", "tool_calls": "json", "usage": "json", "answers": "json"}
+OUTPUTS = {"reasoning": "text", "text": "text", **dict.fromkeys(("tool_calls", "usage", "answers", "logprobs"), "json")}
 MODELS = {
     "chat": (info("chat", INPUTS, OUTPUTS, "reasoning", "text"), said),
     "fail": chatting(fail, "fail"),
@@ -97,6 +98,17 @@ class Models(Functions):
     async def _outputs(self, ask: Ask) -> dict[str, Any]:
         found = await super()._outputs(ask)
         return dict(sorted(found.items(), key=lambda one: one[0] != "reasoning"))
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[StreamedOutput, None]:
+        """Stream log-probabilities before the text of their tokens, where they are wanted."""
+        scored, thinks = "logprobs" in (ask.outputs or ()), False
+        async for one in super().stream(ask):
+            if scored and thinks and one.output == "text":
+                yield StreamedOutput("logprobs", [token("</think>")], False)
+            thinks = one.output == "reasoning" and (thinks or not one.last)
+            if scored and not one.last:
+                yield StreamedOutput("logprobs", [token(one.value)], False)
+            yield one
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +179,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "cut call": {"input": "cut", "tools": TOOLS},
     "logprobs": {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1},
     "logprobs and reasoning": {"input": "think", "include": ["message.output_text.logprobs"]},
+    "logprobs and tools": {"input": "rain", "tools": TOOLS, "include": ["message.output_text.logprobs"]},
     "encoded": {"input": "think", "include": ["reasoning.encrypted_content"], "store": False},
 }
 
@@ -222,7 +235,14 @@ def test_log_probabilities_are_those_of_the_text_alone(endpoint: Hosted) -> None
         assert tokens[0]["top_logprobs"] == [{"token": "x", "logprob": -9999.0, "bytes": []}]
 
 
-def test_large_outputs_are_read_in_the_json_process(endpoint: Hosted) -> None:
+def test_log_probabilities_come_with_their_text_if_they_are_surely_of_it(endpoint: Hosted) -> None:
+    for fields, counts in (({"input": "hi"}, [1, 1, 1, 1, 1]), ({"input": "rain", "tools": TOOLS}, [0] * 7 + [7])):
+        events = stream(endpoint, include=["message.output_text.logprobs"], **fields)
+        found = [len(one["logprobs"]) for one in events if one["type"] == "response.output_text.delta"]
+        assert found == counts
+
+
+def test_a_conversation_goes_on_after_many_log_probabilities(endpoint: Hosted) -> None:
     long = "a" * 3000
     fields = {"input": long, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     found = create(endpoint, **fields)
