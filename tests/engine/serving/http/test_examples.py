@@ -76,6 +76,13 @@ def endpoint() -> Iterator[Hosted]:
             "anthropic_messages",
             ["tokens: 3", "whole: There are 2. (end_turn)", "streamed: There are 2.  (4 tokens)", 'as JSON: "circle"'],
         ),
+        (
+            "openai_responses",
+            [
+                *("whole: There are 2.", "streamed: There are 2.  (4 tokens)"),
+                *("asked again: There are 2.", 'as JSON: "circle"'),
+            ],
+        ),
         ("openai_async", ["nothing: There are 2."]),
         ("openai_embeddings", ["2 numbers, likeness to the first: 145.0"]),
         ("openai_speech", ["received "]),
