@@ -30,8 +30,8 @@ from weftline.engine.serving.anthropic.responses import MessageAnswer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, elements_of, read_request
 from weftline.engine.serving.model_info import PortInfo
+from weftline.engine.serving.openai.completions import Completion
 from weftline.engine.serving.openai.ports import AnswerPorts
-from weftline.engine.serving.openai.responses import Completion
 from weftline.engine.serving.openai.responses_api.answer import GeneratedAnswer, generated_answer
 from weftline.engine.serving.v2.datatypes import BYTES, DTYPES, array_of
 from weftline.engine.serving.v2.elements import decode_elements, element_bytes, encode_elements, value_of

@@ -43,6 +43,15 @@ from weftline.engine.serving.openai.bodies import (
     TruncatingBody,
     answers_output,
 )
+from weftline.engine.serving.openai.completions import (
+    AnswerHeader,
+    ChatFormat,
+    Completion,
+    Format,
+    TextFormat,
+    Usage,
+    usage_of,
+)
 from weftline.engine.serving.openai.messages import chat_inputs
 from weftline.engine.serving.openai.ports import (
     AnswerPorts,
@@ -53,15 +62,6 @@ from weftline.engine.serving.openai.ports import (
     embedding_ports,
     rerank_ports,
     vector_length,
-)
-from weftline.engine.serving.openai.responses import (
-    AnswerHeader,
-    ChatFormat,
-    Completion,
-    Format,
-    TextFormat,
-    Usage,
-    usage_of,
 )
 from weftline.errors import ContextOverflow, InputError, StepError, WeftlineError
 from weftline.nodes.exact_numbers import converted, inexact

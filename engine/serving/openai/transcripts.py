@@ -13,7 +13,7 @@ from typing import Any
 
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.openai.bodies import GRANULARITIES
-from weftline.engine.serving.openai.responses import finite
+from weftline.engine.serving.openai.completions import finite
 from weftline.errors import StepError
 from weftline.nodes.subtitles import srt, vtt
 

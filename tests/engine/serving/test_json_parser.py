@@ -25,8 +25,8 @@ from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http.binary_tensors import BinaryOutputs, response_body
 from weftline.engine.serving.json_parser import JsonParser
+from weftline.engine.serving.openai.completions import AnswerHeader, Completion
 from weftline.engine.serving.openai.ports import AnswerPorts
-from weftline.engine.serving.openai.responses import AnswerHeader, Completion
 from weftline.engine.serving.openai.responses_api.answer import generated_answer
 from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor

@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.serving.openai.ports import AnswerPorts
-from weftline.engine.serving.openai.responses import (
+from weftline.engine.serving.openai.completions import (
     Choice,
     TextOffsets,
     Usage,
@@ -22,6 +21,7 @@ from weftline.engine.serving.openai.responses import (
     token_bytes,
     usage_of,
 )
+from weftline.engine.serving.openai.ports import AnswerPorts
 from weftline.engine.serving.openai.responses_api.items import arguments_of, new_id
 from weftline.errors import StepError
 

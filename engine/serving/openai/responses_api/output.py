@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from weftline.engine.serving.openai.responses import Usage
+from weftline.engine.serving.openai.completions import Usage
 from weftline.engine.serving.openai.responses_api.answer import FunctionCall, GeneratedAnswer
 from weftline.engine.serving.openai.responses_api.items import encoded_reasoning, new_id
 

@@ -18,7 +18,7 @@ from tests.engine.serving.http.backends import Functions, chatting, info
 from tests.engine.serving.http.hosted import Hosted, hosted
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.openai.responses import chat_logprobs_json, text_logprobs_json, usage_of
+from weftline.engine.serving.openai.completions import chat_logprobs_json, text_logprobs_json, usage_of
 from weftline.errors import InputError, StepError
 
 USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "finish_reason": "stop"}

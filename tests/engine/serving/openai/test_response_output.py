@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from weftline.engine.serving.openai.responses import Choice, Usage
+from weftline.engine.serving.openai.completions import Choice, Usage
 from weftline.engine.serving.openai.responses_api.answer import FunctionCall, GeneratedAnswer, message_tokens
 from weftline.engine.serving.openai.responses_api.output import REASONING, TEXT, ResponseHeader, ResponseWriter
 

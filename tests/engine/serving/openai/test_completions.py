@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.tokens import Tokens
-from weftline.engine.serving.openai.responses import Choice, TextFormat, TextOffsets, chat_logprobs_json, text_tokens
+from weftline.engine.serving.openai.completions import Choice, TextFormat, TextOffsets, chat_logprobs_json, text_tokens
 
 TEXT = "a \N{GRINNING FACE} é!"
 
