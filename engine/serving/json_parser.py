@@ -28,7 +28,6 @@ from weftline.engine.serving.http.binary_tensors import (
 from weftline.engine.serving.http.plain_inputs import BODY_VALUES
 from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
-from weftline.engine.serving.openai.completions import Completion
 from weftline.engine.serving.openai.ports import AnswerPorts
 from weftline.engine.serving.openai.responses_api.answer import GeneratedAnswer, generated_answer
 from weftline.engine.serving.regions import Regions

@@ -8,7 +8,7 @@ A process is started by exec for its first document, with one end of a socket pa
 a low priority. If it dies, or takes longer than JOB_S, its one document fails; the next one starts a new process.
 
     socket: 8 bytes length of the job, 8 bytes length of the data, the job (MessagePack), the data
-    back:   1 byte, 8 bytes length, the answer; or the text of an InputError
+    back:   1 byte, 8 bytes length, the answer; or the text of an InputError or StepError
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import msgspec
 from weftline.engine.runtime.processes import describe_exit, minimal_environment
 from weftline.engine.serving.json_jobs import Job, run
 from weftline.engine.worker.hardening import harden
-from weftline.errors import InputError, LimitReached, WeftlineError
+from weftline.errors import InputError, LimitReached, StepError, WeftlineError
 
 JOB_S = 20.0
 """Timeout of one document."""
@@ -154,7 +154,7 @@ def main(arguments: list[str]) -> None:
 def _done(job: Job, data: bytearray) -> tuple[bytes, bytes]:
     try:
         return DONE, run(job, memoryview(data))
-    except InputError as wrong:
+    except (InputError, StepError) as wrong:
         return WRONG, str(wrong).encode("utf-8", "backslashreplace")
     except MemoryError:
         return FAILED, b""

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from weftline.engine.serving.openai.completions import Choice, choices_of, usage_of
 from weftline.engine.serving.openai.ports import AnswerPorts
-from weftline.engine.serving.openai.responses import Choice, choices_of, usage_of
 from weftline.nodes.json_value import NotJson
 from weftline.nodes.strict_json import parse
 

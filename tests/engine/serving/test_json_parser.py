@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 import signal
 import time
@@ -373,3 +374,21 @@ def test_a_large_answer_is_the_small_one_and_does_not_stop_the_loop() -> None:
         assert min(stalls) < STALL_S, stalls
 
     _with(work)
+
+
+def test_a_large_answer_with_what_json_lacks_fails_its_step_alone() -> None:
+    ports = AnswerPorts(output="text", sampling=None, tenant=None, usage="usage", answers="answers")
+    completion = Completion(AnswerHeader("o", "m", 1), ports, True, logprobs=True, n=1)
+    token = {"token": "a", "logprob": -0.5, "top": []}
+    for wrong in ({"logprobs": [token] * 5000 + [token | {"logprob": math.nan}]}, {"tool_calls": ["f" * 40_000]}):
+        answers = [{"text": "a", "finish_reason": "length", "logprobs": [], **wrong}]
+        large = {"text": "a", "usage": {}, "answers": Packed("json", data=encode_json(answers))}
+
+        async def work(parser: JsonParser, large: Any = large, calls: bool = "tool_calls" in wrong) -> None:
+            with pytest.raises(StepError, match="the model gave"):
+                await parser.answer(large, ports, True)
+            if not calls:
+                with pytest.raises(StepError, match="the model gave nan"):
+                    await parser.completion(completion, [large])
+
+        _with(work)
