@@ -350,7 +350,7 @@ class Classify(BatchNode):
             outputs=(
                 port("label", "text", about="the likeliest label"),
                 CONFIDENCE,
-                port("scores", "json", about="probability of each label"),
+                port("scores", "json", about="probability of each label", labels=labels or ()),
             ),
         )
 

@@ -34,6 +34,7 @@ from weftline.node import (
     StepContext,
     StepError,
 )
+from weftline.nodes.class_labels import with_labels
 from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
@@ -78,12 +79,15 @@ class OnnxConfig:
               each of `batch.sizes`, else for powers of two, and for `batch.items_max`; batches between are padded. All
               sizes but the batch must be fixed. A model that cannot be captured (control flow, operators on the CPU)
               runs without, with a warning; on the CPU there are none.
+    labels:   a text file with the name of a class on each line, in the order of an output's elements. Clients of a
+              server receive them with `class_count`.
     """
 
     model: str
     batched: str | bool = "auto"
     tensorrt: bool = True
     graphs: bool = False
+    labels: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,8 @@ class Onnx(BatchNode):
         _check_kinds(file, mapping, step.read)
         if config.graphs:
             _check_graphs(config, mapping)
-        return Ports(tuple(port for port, _ in mapping.inputs), tuple(port for port, _ in mapping.outputs))
+        outputs = with_labels([port for port, _ in mapping.outputs], config.labels, step.base_dir)
+        return Ports(tuple(port for port, _ in mapping.inputs), outputs)
 
     @classmethod
     def model_bytes(cls, config: OnnxConfig, step: StepContext) -> int:

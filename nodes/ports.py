@@ -137,6 +137,7 @@ class Port:
     optional: an input that may be left unconnected.
     pieces:   an output that is streamed in chunks, or an input that accepts chunks.
     about:    one line of documentation.
+    labels:   names of an output's classes, by index: of a vector's elements, or of a classifier's scores.
     """
 
     name: Annotated[str, LOAD]
@@ -144,6 +145,7 @@ class Port:
     optional: Annotated[bool, DERIVED] = False
     pieces: Annotated[bool, DERIVED] = False
     about: Annotated[str, DERIVED] = ""
+    labels: Annotated[tuple[str, ...], DERIVED] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +164,19 @@ class Ports:
         return next((port for port in self.outputs if port.name == name), None)
 
 
-def port(name: str, type: str, *, optional: bool = False, pieces: bool = False, about: str = "") -> Port:
+def port(
+    name: str,
+    type: str,
+    *,
+    optional: bool = False,
+    pieces: bool = False,
+    about: str = "",
+    labels: tuple[str, ...] = (),
+) -> Port:
     """Return a Port with its type parsed from text: `port("image", "uint8[H, W, 3]")`.
 
-    optional, pieces, about: as in `Port`.
+    optional, pieces, about, labels: as in `Port`.
 
     ValueError: `type` is no port type.
     """
-    return Port(name, PortType.parse(type), optional, pieces, about)
+    return Port(name, PortType.parse(type), optional, pieces, about, labels)

@@ -34,6 +34,7 @@ from weftline.node import (
     placed,
     stacked_torch,
 )
+from weftline.nodes.class_labels import with_labels
 from weftline.nodes.contract import model_error
 from weftline.nodes.cuda_graphs import TorchGraphs, check_graphs, graph_sizes, graphs_or_none
 from weftline.nodes.declared_files import named_paths
@@ -75,6 +76,8 @@ class TorchConfig:
     graphs:    repeat calls as CUDA graphs, captured when the step opens: for each of `batch.sizes`, else for powers of
                two, and for `batch.items_max`; batches between are padded. All sizes in `accepts` and `gives` must be
                fixed. A module that cannot be captured runs without, with a warning; on the CPU there are none.
+    labels:    a text file with the name of a class on each line, in the order of an output's elements. Clients of a
+               server receive them with `class_count`.
     """
 
     accepts: dict[str, str]
@@ -84,6 +87,7 @@ class TorchConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     weights: str = ""
     graphs: bool = False
+    labels: str = ""
 
 
 class TorchModule(BatchNode):
@@ -113,7 +117,8 @@ class TorchModule(BatchNode):
                 locate(config.module, step.base_dir, "module")
         if config.weights:
             _check_weights(need_file(config.weights, step.base_dir, "weights"), config.weights)
-        ports = Ports(_declared(config.accepts, "accepts"), _declared(config.gives, "gives"))
+        outputs = with_labels(_declared(config.gives, "gives"), config.labels, step.base_dir)
+        ports = Ports(_declared(config.accepts, "accepts"), outputs)
         if config.graphs:
             check_graphs((*ports.inputs, *ports.outputs))
         return ports
@@ -128,7 +133,8 @@ class TorchModule(BatchNode):
 
     @classmethod
     def files(cls, config: TorchConfig, step: StepContext) -> list[Path]:
-        return [path for one in (config.model, config.weights) for path in named_paths(one, step.base_dir)]
+        named = (config.model, config.weights, config.labels)
+        return [path for one in named for path in named_paths(one, step.base_dir)]
 
     def open(self, context: OpenContext) -> None:
         try:

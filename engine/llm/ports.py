@@ -60,8 +60,15 @@ def head_ports(config: LlmConfig, found: dict[str, Any] | None) -> Ports:
     text = port("text", "text", about="the text to embed or classify")
     usage = port("usage", "json", about="prompt and cached tokens")
     if config.task == "classify":
-        return Ports((text, TENANT), (port("scores", "json", about="the model's score for each of its labels"), usage))
+        scores = port("scores", "json", about="the model's score for each of its labels", labels=_labels(found))
+        return Ports((text, TENANT), (scores, usage))
     width = embedding_width(found, config.model)
     return Ports(
         (text, TENANT), (port("embedding", f"float32[{width}]", about="the text's vector, of length 1"), usage)
     )
+
+
+def _labels(found: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return the labels in a config.json, () where they are not known."""
+    by_id = (found or {}).get("id2label")
+    return tuple(str(label) for label in by_id.values()) if isinstance(by_id, dict) else ()

@@ -37,6 +37,7 @@ class PortInfo(msgspec.Struct, frozen=True):
     optional: an input that may be left out; an output that may be absent.
     pieces:   an output that can be streamed piece by piece.
     sampling: an input that is wired to the sampling options of an llm step, whose `n` is the number of answers.
+    labels:   names of an output's classes, by index.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PortInfo(msgspec.Struct, frozen=True):
     pieces: bool = False
     about: str = ""
     sampling: bool = False
+    labels: tuple[str, ...] = ()
 
     @property
     def port_type(self) -> PortType:
@@ -169,7 +171,9 @@ def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
         for one in plan.inputs
         if not one.hidden
     )
-    outputs = tuple(PortInfo(one.name, str(one.type), one.optional, one.pieces) for one in plan.outputs)
+    outputs = tuple(
+        PortInfo(one.name, str(one.type), one.optional, one.pieces, labels=one.labels) for one in plan.outputs
+    )
     return ModelInfo(
         name,
         version,

@@ -113,7 +113,8 @@ class ImageClassification(ImageTask):
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
         check_top_k(config)
-        return Ports((port("image", "image", about="the picture"),), label_ports())
+        labels = () if found is None else probable_labels(found, config.model)
+        return Ports((port("image", "image", about="the picture"),), label_ports(labels))
 
     def run(self, batch: Batch) -> Outputs:
         rows: list[Any] = [None] * len(batch)
@@ -310,7 +311,7 @@ class ZeroShotImageClassification(ImageTask):
             raise ConfigError("labels", "there are no labels", "a list of labels", "write labels")
         check_labels(config.labels)
         check_hypothesis(config)
-        return Ports((port("image", "image", about="the picture"),), label_ports())
+        return Ports((port("image", "image", about="the picture"),), label_ports(config.labels))
 
     @classmethod
     def check_files(cls, folder: Path, shown: str) -> None:

@@ -125,7 +125,8 @@ class AudioClassification(RecordingTask):
     @classmethod
     def ports(cls, config: TransformersConfig, found: Mapping[str, Any] | None, step: StepContext) -> Ports:
         check_top_k(config)
-        return Ports((port("audio", "audio", about="the recording"),), label_ports())
+        labels = () if found is None else probable_labels(found, config.model)
+        return Ports((port("audio", "audio", about="the recording"),), label_ports(labels))
 
     def run(self, batch: Batch) -> Outputs:
         answers: list[Any] = [None] * len(batch)

@@ -288,12 +288,17 @@ LABEL_OUTPUTS = ("label", "confidence", "scores")
 """Names of `label_ports`."""
 
 
-def label_ports() -> tuple[Port, ...]:
-    """Return the outputs of a task whose answer is one of many labels."""
+def label_ports(labels: tuple[str, ...] = ()) -> tuple[Port, ...]:
+    """Return the outputs of a task whose answer is one of many labels. labels: () where they are not known yet."""
     return (
         port("label", "text", about="the likeliest label"),
         CONFIDENCE,
-        port("scores", "json", about="the likeliest labels with their probabilities: label, score; highest first"),
+        port(
+            "scores",
+            "json",
+            about="the likeliest labels with their probabilities: label, score; highest first",
+            labels=labels,
+        ),
     )
 
 

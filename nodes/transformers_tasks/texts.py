@@ -155,7 +155,8 @@ class TextClassification(TextTask):
         check_top_k(config)
         check_overflow(config.overflow or "error", (*SIDES, WINDOWS))
         if found is None or not _is_regression(found):
-            return Ports((port("text", "text"),), label_ports())
+            labels = () if found is None else labels_of(found, config.model)
+            return Ports((port("text", "text"),), label_ports(labels))
         if config.top_k is not None:
             raise ConfigError("top_k", "the model is a regression, which has no likeliest labels", "", "leave it out")
         about = "the values of the regression: label, score; in the model's order"

@@ -172,5 +172,6 @@ def _outputs(checked: Checked, absent: Collection[str], flow: Streams) -> tuple[
         port = giver.ports.output(wire.port) if giver else None
         pieces = bool(giver and port and port.pieces and giver.step.name in flow.steps and not giver.step.map)
         optional = wire.step in absent if wire.step else wire.port in left_out
-        planned.append(PlannedOutput(name, wire, type, pieces, optional))
+        labels = port.labels if giver and port and not giver.step.map else ()
+        planned.append(PlannedOutput(name, wire, type, pieces, optional, labels))
     return tuple(planned)

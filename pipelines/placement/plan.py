@@ -190,13 +190,19 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutput:
-    """A pipeline output: source wire and type. `pieces`: it can be streamed; `optional`: it may be absent."""
+    """A pipeline output: source wire and type.
+
+    pieces:   it can be streamed.
+    optional: it may be absent.
+    labels:   as in `Port`.
+    """
 
     name: Annotated[str, GRAPH]
     wire: Annotated[Wire, GRAPH]
     type: Annotated[PortType, GRAPH]
     pieces: Annotated[bool, SCHEDULE] = False
     optional: Annotated[bool, GRAPH] = False
+    labels: Annotated[tuple[str, ...], DERIVED] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,12 @@ EXTENSIONS = (
     "system_shared_memory",
     "binary_tensor_data",
     "parameters",
+    "classification",
     "statistics",
     "trace",
     "logging",
 )
-"""Supported v2 extensions; `classification` and `cuda_shared_memory` are not."""
+"""Supported v2 extensions; `cuda_shared_memory` is not."""
 
 Figures = Callable[[Mapping[str, int]], Awaitable[Sequence[ModelFigures]]]
 """Returns the statistics of models, given with their versions, and of their steps."""

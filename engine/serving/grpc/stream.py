@@ -36,7 +36,7 @@ from weftline.engine.serving.replies import to_status
 from weftline.engine.serving.v2.messages import STATUS, InferRequest, InferResponse, Parameter
 from weftline.engine.serving.v2.protobuf import stream_response_bytes
 from weftline.engine.serving.v2.request import ParsedRequest
-from weftline.engine.serving.v2.response import to_chunk_response
+from weftline.engine.serving.v2.response import empty_response, to_chunk_response
 from weftline.errors import LimitReached
 
 FINAL, RETRY_MS = "triton_final_response", "retry_after_ms"
@@ -207,7 +207,8 @@ class InferStream:
                 await self._send(call, request, info, last)
             await self._send(call, request, info, None, final=True)
         elif last.output in streamed:
-            await self._send(call, request, info, StreamedOutput(last.output, "", False), final=True)
+            await self._wait_writable()
+            await self._write(_flagged_bytes(empty_response(request, info, last.output), final=True))
         else:
             await self._send(call, request, info, last, final=True)
         if self._inference.trace.active:

@@ -32,6 +32,7 @@ from weftline.errors import ModelError, UnknownModel
 EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
+    "classification",
     "sequence",
     "model_configuration",
     "model_repository",

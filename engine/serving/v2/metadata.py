@@ -85,7 +85,7 @@ def config_of(info: ModelInfo, batch_max: int) -> dict[str, Any]:
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": batch_max if has_batches(info) else 0,
         "input": [
-            _port(tensor) | {"format": "FORMAT_NONE", "optional": port.optional}
+            _port(tensor) | {"format": _format(port), "optional": port.optional}
             for tensor, port in zip(inputs, info.inputs, strict=True)
         ],
         "output": [_port(tensor) for tensor in outputs],
@@ -108,6 +108,15 @@ def _parameters(info: ModelInfo) -> dict[str, str]:
         "deadline_ms": "" if info.deadline_ms is None else f"{info.deadline_ms:g}",
     }
     return types | {key: value for key, value in more.items() if value}
+
+
+def _format(port: PortInfo) -> str:
+    """Return the layout of a tensor that can be a picture: 1 or 3 channels in front or at the end."""
+    numbers = form_of(port.type).numbers
+    if not port.type.endswith("]") or numbers is None or numbers.listed or numbers.dims is None:
+        return "FORMAT_NONE"
+    channels = [isinstance(dim, int) and dim in (1, 3) for dim in numbers.dims]
+    return {(True, False, False): "FORMAT_NCHW", (False, False, True): "FORMAT_NHWC"}.get((*channels,), "FORMAT_NONE")
 
 
 def _port(tensor: TensorMetadata) -> dict[str, Any]:

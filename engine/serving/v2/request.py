@@ -38,6 +38,7 @@ from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
+from weftline.engine.serving.v2.classification import check_classes
 from weftline.engine.serving.v2.datatypes import (
     BYTES,
     DTYPES,
@@ -262,11 +263,11 @@ def _outputs(wanted: Sequence[WantedOutput], info: ModelInfo, regions: Regions |
     if not wanted:
         return None
     names = tuple(one.name for one in wanted)
-    _check_names("output", names, [port.name for port in info.outputs])
+    ports = {port.name: port for port in info.outputs}
+    _check_names("output", names, ports)
     for one in wanted:
         check_sizes(one.parameters, f"output {one.name}")
-        if one.parameters.get("classification", 0) != 0:
-            raise InputError(f"output {one.name}: classification is not supported; leave it out and sort the values")
+        check_classes(one, ports[one.name])
         if one.region is not None:
             if regions is None:
                 raise InputError(f"output {one.name}: found a shared-memory region, and this server shares no memory")

@@ -7,6 +7,7 @@
     list[text, bytes, json, detections, list, any]         BYTES [n], each element as above
     list of arrays of several shapes                       BYTES [1], compact JSON: nested lists
     absent                                                 shape [0], with the parameter {"absent": true}
+    with parameter `classification`                        BYTES [k], see `classification.py`
 
 The value of an `any` output decides: text and bytes are BYTES [1], arrays are tensors, everything else is JSON.
 
@@ -29,7 +30,8 @@ from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
 from weftline.engine.serving.regions import Regions
-from weftline.engine.serving.v2.datatypes import BYTES, datatype_of, form_of, trailing_dims
+from weftline.engine.serving.v2.classification import class_count, classes_tensor
+from weftline.engine.serving.v2.datatypes import BYTES, Numbers, datatype_of, form_of, trailing_dims
 from weftline.engine.serving.v2.elements import JSON, Written, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Parameter, Region, Tensor, WantedOutput
 from weftline.errors import InputError
@@ -58,10 +60,8 @@ def to_response(
     tensors = []
     for one in wanted:
         port = _port(info, one.name)
-        if batch is None:
-            tensor = _tensor(port, answers[0].outputs.get(one.name))
-        else:
-            tensor = _concatenated(port, [_tensor(port, answer.outputs.get(one.name)) for answer in answers])
+        items = [_wanted(one, port, answer.outputs.get(one.name)) for answer in answers]
+        tensor = items[0] if batch is None else _concatenated(port, items)
         tensors.append(tensor if one.region is None else _write_to_region(tensor, one.region, regions))
     return InferResponse(info.name, str(answers[0].version), request.id, tuple(tensors))
 
@@ -71,11 +71,21 @@ def to_chunk_response(
 ) -> InferResponse:
     """Convert one chunk of a stream; only whole outputs are written to regions."""
     port = _port(info, chunk.output)
-    tensor = _tensor(port, chunk.value)
-    region = next((one.region for one in request.outputs if one.name == chunk.output), None)
-    if region is not None and chunk.last:
-        tensor = _write_to_region(tensor, region, regions)
+    wanted = next((one for one in request.outputs if one.name == chunk.output), WantedOutput(chunk.output))
+    tensor = _wanted(wanted, port, chunk.value)
+    if wanted.region is not None and chunk.last:
+        tensor = _write_to_region(tensor, wanted.region, regions)
     return InferResponse(info.name, str(version), request.id, (tensor,))
+
+
+def empty_response(request: InferRequest, info: ModelInfo, output: str) -> InferResponse:
+    """Return the last response of a stream whose pieces are sent: '' for text, a tensor without elements for others."""
+    port = _port(info, output)
+    numbers = form_of(port.type).numbers if port.port_type.kind in ("tensor", "audio") else None
+    empty = Tensor(output, BYTES, (1,), encode_elements((b"",)))
+    if numbers is not None:
+        empty = _no_elements(output, numbers)
+    return InferResponse(info.name, str(info.version), request.id, (empty,))
 
 
 def _port(info: ModelInfo, name: str) -> PortInfo:
@@ -83,6 +93,12 @@ def _port(info: ModelInfo, name: str) -> PortInfo:
     if port is None:
         raise InputError(f"no output is called {name!r:.80}")
     return port
+
+
+def _wanted(wanted: WantedOutput, port: PortInfo, value: Any) -> Tensor:
+    """Convert one output of one item, or its greatest classes where the request selects them."""
+    count = class_count(wanted) if wanted.parameters else 0
+    return _tensor(port, value) if count == 0 or value is None else classes_tensor(port, value, count)
 
 
 def _tensor(port: PortInfo, value: Any) -> Tensor:
@@ -124,13 +140,7 @@ def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
     if form.numbers is None:
         return Tensor(name, BYTES, (len(values),), encode_elements([_element(value, form.element) for value in values]))
     if not values:
-        dims = form.numbers.dims or ()
-        return Tensor(
-            name,
-            form.numbers.datatype or "FP32",
-            (0, *(dim if isinstance(dim, int) else 0 for dim in dims[1:])),
-            b"",
-        )
+        return _no_elements(name, form.numbers)
     if all(one.__class__ is np.ndarray for one in values) and len({(one.shape, one.dtype) for one in values}) == 1:
         if len(values) == 1:
             return dense_tensor(name, values[0][np.newaxis], type)
@@ -140,6 +150,12 @@ def _list(name: str, values: Sequence[Any], type: str) -> Tensor:
             f"output {name}: a list of arrays of several shapes, too large for JSON\n    fix: select other outputs"
         )
     return Tensor(name, BYTES, (1,), encode_elements((json_element(values),)))
+
+
+def _no_elements(name: str, numbers: Numbers) -> Tensor:
+    """Return a tensor whose first dimension is 0."""
+    rest = (dim if isinstance(dim, int) else 0 for dim in (numbers.dims or ())[1:])
+    return Tensor(name, numbers.datatype or "FP32", (0, *rest), b"")
 
 
 def _element(value: Any, kind: str) -> bytes:

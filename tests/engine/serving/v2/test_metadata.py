@@ -96,3 +96,15 @@ def test_a_model_is_ready_in_the_version_that_serves() -> None:
     assert model_ready([GOOD], "good") and model_ready([GOOD], "good", "2")
     assert not model_ready([GOOD], "good", "1") and not model_ready([GOOD], "other")
     assert not model_ready([ModelState("a", 1, UNAVAILABLE)], "a")
+
+
+@pytest.mark.parametrize(
+    ("type", "format"),
+    [
+        ("float32[3, 224, 224]", "NCHW"), ("uint8[1, H, W]", "NCHW"), ("float32[H, W, 3]", "NHWC"),
+        ("float32[3, 4, 3]", "NONE"), ("float32[3, 224]", "NONE"), ("float32[4, 8, 8]", "NONE"), ("image", "NONE"),
+        ("list[float32[3, 8, 8]]", "NONE"), ("tensor", "NONE"), ("text", "NONE"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_can_be_a_picture_has_its_layout(type: str, format: str) -> None:
+    assert config_of(info({"x": type}), 8)["input"][0]["format"] == f"FORMAT_{format}"

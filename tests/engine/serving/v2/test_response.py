@@ -18,7 +18,7 @@ from weftline.engine.serving.v2.elements import decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, Tensor, WantedOutput
 from weftline.engine.serving.v2.protobuf import response_bytes
 from weftline.engine.serving.v2.request import to_asks
-from weftline.engine.serving.v2.response import to_chunk_response, to_response
+from weftline.engine.serving.v2.response import empty_response, to_chunk_response, to_response
 from weftline.errors import InputError
 from weftline.nodes.detections import Detections
 from weftline.shm.spec import ITEM_BYTES, STAND_INS
@@ -180,3 +180,13 @@ def test_the_stock_client_reads_text_and_numbers() -> None:
     result = InferResult(service_pb2.ModelInferResponse.FromString(data))  # type: ignore[attr-defined]
     assert [one.decode() for one in result.as_numpy("y")] == ["a", "grün"]
     assert result.as_numpy("z").tolist() == [1, 2] and result.as_numpy("a").shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("type", "datatype", "shape"),
+    [("text", "BYTES", (1,)), ("json", "BYTES", (1,)), ("int32[?, 4]", "INT32", (0, 4)), ("audio", "FP32", (0,))],
+)
+def test_the_last_response_of_a_stream_is_empty(type: str, datatype: str, shape: tuple[int, ...]) -> None:
+    (tensor,) = empty_response(ALL, info({}, {"y": type}), "y").outputs
+    assert (tensor.datatype, tensor.shape) == (datatype, shape)
+    assert tensor.raw == (encode_elements((b"",)) if datatype == "BYTES" else b"")
