@@ -6,6 +6,8 @@
     NDArray[np.float32] -> float32
     "list[image]", list["image"], Annotated[list, "list[image]"] -> list[image]: a Python list of pictures
     list[bytes], list[np.ndarray], list[Detections] -> a list of these; a list of anything else is json
+    list[str], list[int], list[dict] ... of what is returned -> json, and where a reader takes a list (`map:`, a port of
+        a list type) list[text] or list[json]
     dict[str, float], tuple[int, str], float | None, Literal["a", "b"], a TypedDict, a dataclass, a pydantic model
         -> json (text for a Literal of texts), and results are checked against the type
     X | None, Optional[X] of a parameter -> X
@@ -35,7 +37,7 @@ from weftline.nodes.json_type import (
     unquoted,
     written,
 )
-from weftline.nodes.ports import Port, Ports, PortType, list_of
+from weftline.nodes.ports import LIST_DEPTH_MAX, Port, Ports, PortType, list_of
 from weftline.nodes.user_code import Found, Module
 from weftline.shm.spec import ITEM_BYTES
 
@@ -276,7 +278,7 @@ class _Reader:
         ports, types = [], {}
         for name, annotation, what in named:
             type, json = self._type(annotation, what, returned=True)
-            ports.append(Port(name, type))
+            ports.append(Port(name, type, listed=_list_type(json) if type.kind == "json" else None))
             if json.kind != "any" and (type.kind == "json" or json.kind == "literal"):
                 types[name] = json
         return tuple(ports), types
@@ -378,6 +380,17 @@ class _Reader:
             return None if type.kind in _IN_JSON else type
         kind = _KINDS.get(found.name, "json") if found.node is None else "json"
         return None if kind in _IN_JSON else PortType(kind)
+
+
+def _list_type(json: JsonType, depth: int = 1) -> PortType | None:
+    """Return the port type of a list of JSON: list[text], list[json], list[list[text]]; None for other types."""
+    if json.kind != "list":
+        return None
+    element = json.of[0] if json.of else ANY
+    if element.kind == "str" or (element.kind == "literal" and all(isinstance(one, str) for one in element.values)):
+        return list_of(PortType("text"))
+    inner = _list_type(element, depth + 1) if depth < LIST_DEPTH_MAX else None
+    return list_of(inner or PortType("json"))
 
 
 def _own_nodes(function: Function) -> Iterator[ast.AST]:

@@ -138,6 +138,7 @@ class Port:
     pieces:   an output that is streamed in chunks, or an input that accepts chunks.
     about:    one line of documentation.
     labels:   names of an output's classes, by index: of a vector's elements, or of a classifier's scores.
+    listed:   the list type of a json output whose values are lists: its type where a reader takes a list.
     """
 
     name: Annotated[str, LOAD]
@@ -146,6 +147,7 @@ class Port:
     pieces: Annotated[bool, DERIVED] = False
     about: Annotated[str, DERIVED] = ""
     labels: Annotated[tuple[str, ...], DERIVED] = ()
+    listed: Annotated[PortType | None, DERIVED] = None
 
 
 @dataclass(frozen=True, slots=True)

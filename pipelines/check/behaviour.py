@@ -227,7 +227,7 @@ def _unlike(name: str, fallback: str, checked: Checked) -> Iterator[tuple[str, s
         elif given is None:
             near = nearest(port, own) or listed(own)
             yield f"{fallback} has no output {port}, which is read", f"give {fallback} an output {port} (it has {near})"
-        elif not checked.sizes.fit(*given, *wanted):
+        elif not checked.fit(Wire(fallback, port), *wanted):
             settle = checked.sizes.settle
             source = f"{shared or fallback}.{port}"
             problem = mismatch("", settle(*given), source, settle(*wanted), ())

@@ -13,7 +13,7 @@ of one step share N. Every wire relates two types, so a size fixed at one end of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,7 @@ class Checked:
     """
 
     pipeline: Pipeline
-    steps: Mapping[str, CheckedStep]
+    steps: dict[str, CheckedStep]
     sizes: Sizes
     problems: tuple[Problem, ...]
     origins: Mapping[str, Origin] = field(default_factory=dict)
@@ -255,6 +255,24 @@ class Checked:
         if giver is None or port is None:
             return None
         return (list_of(loose(self.sizes.settle(port.type, wire.step))) if giver.step.map else port.type), wire.step
+
+    def fit(self, wire: Wire, wanted: PortType, taker: str) -> bool:
+        """Unify both ends of a wire, as `Sizes.fit`; a json output of lists becomes one where a list is wanted."""
+        source = self.source(wire)
+        if source is None or self.sizes.fit(*source, wanted, taker):
+            return source is not None
+        return wanted.item is not None and self.read_as_list(wire) and self.fit(wire, wanted, taker)
+
+    def read_as_list(self, wire: Wire) -> bool:
+        """Make a json output the list that its step declares it to be; False where it declares none."""
+        giver = self.steps.get(wire.step or "")
+        port = giver.ports.output(wire.port) if giver else None
+        if giver is None or port is None or port.listed is None or giver.step.map:
+            return False
+        listed = replace(port, type=port.listed, listed=None)
+        outputs = tuple(listed if one is port else one for one in giver.ports.outputs)
+        self.steps[giver.step.name] = replace(giver, ports=Ports(giver.ports.inputs, outputs))
+        return True
 
     def type_of(self, wire: Wire) -> PortType | None:
         """Return the type of a wire, as far as known; None for a dangling wire."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,9 @@ def examine(pipeline: Pipeline, catalog: Mapping[str, str] = CATALOG) -> Checked
         found = _check_step(steps[name], checked, catalog, report)
         if found:
             known[name] = found
-            _check_types(found, checked, report)
+            for port in _mapped_outputs({name, owners.get(name)}, pipeline):
+                checked.read_as_list(Wire(name, port))
+            _check_types(known[name], checked, report)
     for name in rest:
         if name in known:
             _check_types(known[name], checked, report)
@@ -235,8 +237,9 @@ def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
         if (type := one.takes(port)) is not None:
             _take_constant(f"steps.{one.step.name}.inputs.{port}", wire, type, checked, report)
         source, wanted, taker = checked.source(wire), one.takes(port), one.step.name
-        if source is None or wanted is None or checked.sizes.fit(*source, wanted, taker):
+        if source is None or wanted is None or checked.fit(wire, wanted, taker):
             continue
+        source = checked.source(wire) or source
         path, settle = f"steps.{taker}.inputs.{port}", checked.sizes.settle
         if port in one.step.map and source[0].item is None:
             gives = f"runs for each element of {port}, and {wire} gives {settle(*source)}, which is not a list"
@@ -244,6 +247,12 @@ def _check_types(one: CheckedStep, checked: Checked, report: Report) -> None:
             continue
         others = _others(checked, wire, wanted, taker)
         report.take([mismatch(path, settle(*source), str(wire), settle(wanted, taker), others)])
+
+
+def _mapped_outputs(names: Collection[str | None], pipeline: Pipeline) -> set[str]:
+    """Return the outputs of some steps that a step reads element by element."""
+    wires = (step.inputs[port] for step in pipeline.steps for port in step.map if port in step.inputs)
+    return {wire.port for wire in wires if wire.step in names and wire.step is not None}
 
 
 def _take_constant(path: str, wire: Wire, wanted: PortType, checked: Checked, report: Report) -> None:

@@ -263,6 +263,30 @@ outputs: {y: each.output}
     assert "this one is bad" in str(answers[1])
 
 
+@pytest.mark.slow
+def test_the_list_that_a_function_returns_is_mapped(start: Start, write: Write) -> None:
+    text = """
+inputs: {text: text}
+steps:
+  cut: {node: function, function: "listed.py:words", inputs: {text: text}}
+  each: {node: function, function: "listed.py:size", inputs: {word: cut.words}, map: word}
+  twice: {node: function, function: "listed.py:twice", inputs: {size: cut.sizes}, map: size}
+outputs: {words: cut.words, sizes: each.output, twice: twice.output}
+"""
+    code = """
+def words(text: str) -> {"words": list[str], "sizes": list[int]}:
+    return {"words": text.split(), "sizes": [len(one) for one in text.split()]}
+def size(word: str) -> int:
+    return len(word)
+def twice(size: int) -> int:
+    return 2 * size
+"""
+    path = write(text)
+    path.with_name("listed.py").write_text(code)
+    found = dict(start(path).run(text="a bc def"))
+    assert found == {"words": ["a", "bc", "def"], "sizes": [1, 2, 3], "twice": [2, 4, 6]}
+
+
 # pipelines in pipelines, unwanted outputs
 
 
