@@ -249,8 +249,8 @@ def _bmp(data: bytes | memoryview) -> ImageHeader:
     return ImageHeader("BMP", abs(width), abs(height), ns_per_byte=ns_per_byte)  # a negative height: top-down
 
 
-PIXELS_MAX = 16_000_000
-"""Default limit, width times height: 16 million pixels are 48 MB decoded."""
+PIXELS_MAX = 25_000_000
+"""Default limit, width times height: photos of 24 megapixels. 25 million pixels are 75 MB decoded."""
 
 IMAGES_MAX = 32
 """Most pictures of one conversation or prompt."""

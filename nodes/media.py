@@ -101,7 +101,7 @@ class MediaLimits:
 
     pixels_max: int = image.PIXELS_MAX
     seconds_max: float = audio.SECONDS_MAX
-    bytes_max: int = 64 << 20
+    bytes_max: int = 80 << 20
     paths: bool = False
 
 

@@ -155,19 +155,19 @@ class Limits:
     """Default deadline of a request, from the call to its last output; a late request fails. None: no deadline."""
     refuse_early: Annotated[bool, SCHEDULE] = True
     """Refuse a request that by measured times cannot meet its deadline, before any of its steps runs."""
-    request_bytes_max: Annotated[Bytes, GRAPH] = 64 << 20
-    """Most bytes of one request's inputs."""
+    request_bytes_max: Annotated[Bytes, GRAPH] = 80 << 20
+    """Most bytes of one request's inputs, decoded: the default is the largest image and the longest recording."""
     open_bytes_max: Annotated[int, Meta(ge=1, le=1 << 42), SCHEDULE] = 1 << 30
     """Most bytes of the inputs of all open requests together."""
-    pixels_max: Annotated[Pixels, GRAPH] = 16_000_000
+    pixels_max: Annotated[Pixels, GRAPH] = 25_000_000
     """Largest image, in pixels of width times height, checked before decoding."""
     seconds_max: Annotated[Seconds, GRAPH] = 120.0
     """Longest recording, in seconds, checked before decoding."""
     map_items_max: Annotated[int, Meta(ge=1, le=1_000_000), GRAPH] = 1024
     """Longest list that a `map:` step takes from one request."""
-    arena_bytes: Annotated[ArenaBytes, SCHEDULE] = 64 << 20
-    """Shared memory of each process that writes there, in bytes; reserved when the pipeline opens. For request inputs
-    it holds at least two of the largest images or recordings."""
+    arena_bytes: Annotated[ArenaBytes, SCHEDULE] = 72 << 20
+    """Shared memory of each process that writes there, in bytes; reserved when the pipeline opens. The default holds
+    one of the largest images. For request inputs it holds at least two of the largest images or recordings."""
     decode_bytes_max: Annotated[Annotated[int, Meta(ge=1 << 20, le=1 << 40)] | None, SCHEDULE] = None
     """Most memory that decoding images and recordings may use at a time, beside shared memory; further requests wait in
     arrival order. None: as much as the largest input needs."""

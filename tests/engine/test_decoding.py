@@ -100,13 +100,34 @@ def test_many_pictures_at_once_take_the_memory_of_few(start: Start) -> None:
 def test_a_flood_of_the_largest_pictures_stays_within_the_budget(start: Start) -> None:
     plan = make_plan(shows().build(), this_machine())
     session = start(shows())
-    data = png(4000)
+    data = png(5000)
     peak = Peak()
     answers = flood(session, data, 60)
     taken = peak.end()
-    print(f"60 pictures of 48 MB at once: {taken / 1e6:.0f} MB, of limits.decode_bytes_max {plan.decode_bytes_max}")
+    print(f"60 pictures of 75 MB at once: {taken / 1e6:.0f} MB, of limits.decode_bytes_max {plan.decode_bytes_max}")
     assert taken < plan.decode_bytes_max + 100e6
-    assert all(one == (4000, 4000, 3) or isinstance(one, LimitReached) for one in answers)
+    assert all(one == (5000, 5000, 3) or isinstance(one, LimitReached) for one in answers)
+
+
+MIRROR = """weftline: 1
+name: mirror
+inputs: {photo: image, question: audio}
+steps:
+  turn: {node: function, function: "mirror.py:mirror", inputs: {photo: photo}}
+  same: {node: echo, type: audio, inputs: {value: question}}
+outputs: {photo: turn.output, question: same.value}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["JPEG", "PNG"])
+def test_photos_of_24_megapixels_fit_the_default_limits(start: Start, tmp_path: Path, format: str) -> None:
+    (tmp_path / "mirror.yaml").write_text(MIRROR)
+    (tmp_path / "mirror.py").write_text('def mirror(photo: "image") -> "image":\n    return photo[:, ::-1].copy()\n')
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize((6000, 4000)).convert("RGB").save(out, format, compress_level=1)
+    found = start(tmp_path / "mirror.yaml").run(photo=out.getvalue(), question=np.zeros(120 * 16_000, np.float32))
+    assert found["photo"].shape == (4000, 6000, 3) and len(found["question"]) == 120 * 16_000
 
 
 @pytest.mark.slow
@@ -193,10 +214,10 @@ def test_only_pictures_grow_arenas_and_the_plan_shows_decoding_memory() -> None:
     p.output("y", p.step("s", "echo", value=p.input("x", "text")).value)
     plain, pictures = make_plan(p.build(), this_machine()), make_plan(shows().build(), this_machine())
     assert plain.ingress_arena_bytes == plain.limits.arena_bytes and not plain.decode_bytes_max
-    assert pictures.ingress_arena_bytes >= 2 * 48_000_000
+    assert pictures.ingress_arena_bytes >= 2 * 75_000_000
     assert "Decoding" not in explain_text(plain)
     assert "Decoding of pictures and recordings: at most" in explain_text(pictures)
-    assert np.isclose(pictures.decode_bytes_max, 16e6 * 18, rtol=0.1)
+    assert np.isclose(pictures.decode_bytes_max, 25e6 * 18, rtol=0.1)
 
 
 @pytest.mark.slow(but_first=1)

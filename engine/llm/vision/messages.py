@@ -30,7 +30,7 @@ from weftline.nodes.template import PICTURE, VIDEO, is_video, to_video
 Decode = Callable[[bytes, int], np.ndarray]
 """From an encoded picture and the limit of its pixels to uint8 [H, W, 3]; errors as in `decode_image`."""
 
-REQUEST_PIXELS_MAX = 4 * PIXELS_MAX
+REQUEST_PIXELS_MAX = 64_000_000
 """Most pixels of all pictures in the messages of a request, and of all frames of its videos."""
 FRAMES_MAX = 768
 """Most frames of all videos of a request: `max_frames` of Qwen2-VL's video processor."""

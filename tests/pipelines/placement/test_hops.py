@@ -141,7 +141,7 @@ def test_the_whole_of_it_is_explained(planned) -> None:
     for said in (
         "Tensors on GPUs, passed on when complete",
         "find.image  -> cut.image               stays on cuda:0  size by request",
-        "gpu0  holds find, cut, name, feel, more  8 threads of 8  arena 64 MiB, on cuda:0 256 MiB",
+        "gpu0  holds find, cut, name, feel, more  8 threads of 8  arena 72 MiB, on cuda:0 256 MiB",
         "Memory of cuda:0",
         "  2.8 GiB  name        weights and work  stated",
         "        ?  find        weights and work  unknown",

@@ -123,7 +123,7 @@ def light_processes(
 
 def test_light_steps_share_a_process_with_the_sum_of_their_arenas() -> None:
     found = light_processes([Step("a"), Step("see"), Step("b"), Step("c")], {"a": 1, "b": 10 * MIB, "c": 1 << 40})
-    assert found == [("light", "a b c", (8 + 10 + 64) * MIB), ("see", "see", 64 * MIB)]
+    assert found == [("light", "a b c", (9 + 10 + 72) * MIB), ("see", "see", 72 * MIB)]
 
 
 @pytest.mark.parametrize("arena_bytes", [1 << 16, 100_000, 64 * MIB, 256 * MIB])
@@ -143,12 +143,12 @@ def test_a_step_that_states_something_about_its_process_is_no_part_of_it() -> No
     ]
     for stated in settings:
         found = light_processes([Step("b"), Step("c"), Step("a", **stated)], dict.fromkeys("abc", 1))
-        assert found[0][1] == "b c" and {one[1:] for one in found[1:]} == {("a", 64 * MIB)}
+        assert found[0][1] == "b c" and {one[1:] for one in found[1:]} == {("a", 72 * MIB)}
 
 
 def test_instances_of_light_steps_are_in_different_processes() -> None:
     found = light_processes([Step("a", instances=2), Step("b")], {"a": 1, "b": 1})
-    assert found == [("light", "a b", 16 * MIB), ("light-2", "a", 8 * MIB)]
+    assert found == [("light", "a b", 18 * MIB), ("light-2", "a", 9 * MIB)]
 
 
 def test_the_process_of_light_steps_never_has_the_name_of_a_step() -> None:
@@ -180,7 +180,7 @@ def test_the_plan_says_which_light_steps_share_a_process_and_why() -> None:
     plan = planned(("say", "echo", {}))
     assert of(plan) == {"light": ("a", "b"), "say": ("say",)}
     text = explain_text(plan)
-    assert "light  holds a, b  1 thread of 4  arena 16 MiB" in text
+    assert "light  holds a, b  1 thread of 4  arena 18 MiB" in text
     line = "a and b share process light: they run no model and no user code; a `worker:` of its own parts a step"
     assert line in plan.notes and line in text
 

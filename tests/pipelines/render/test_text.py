@@ -26,14 +26,14 @@ def test_the_text_shows_every_step_wire_worker_and_limit(plan: Plan) -> None:
     assert text.startswith("voice-photo-assistant  (examples/a.yaml)\nAnswers a spoken question about a photo.\n")
     for said in (
         "question  audio  at most 30 s",
-        "photo     image  at most 16,000,000 pixels",
+        "photo     image  at most 25,000,000 pixels",
         "up to 16, waits 2 ms",
         "joins and leaves",
         "see__detections <- see.detections",
         "labels: text (unread)",
         "answer      <- guard.text     text, in chunks",
         "3 threads of 8",
-        "Shared memory: 415 MiB in 6 arenas",
+        "Shared memory: 507 MiB in 6 arenas",
         "Latency objective: 99 % of answers within 1500 ms (slo.latency_p99_ms)",
     ):
         assert said in text, said
