@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import weftline.engine
 import weftline.nodes
 from weftline.engine.protocol.messages import Failure
+from weftline.engine.worker.unset_variables import unset_variables_hint
 from weftline.errors import BY_NAME, InputError, WeftlineError
 from weftline.nodes.contract import ConfigError
 from weftline.nodes.out_of_memory import is_out_of_memory
@@ -63,10 +64,17 @@ def failure(error: BaseException) -> Failure:
             text += " (inputs are shared memory: copy them first; a node class may set mutates_inputs instead)"
         if isinstance(error, BdbQuit):
             text += " (the debugger was left; in a worker it has no terminal: weftline run --debug STEP gives it one)"
-    text = _printable(text)
+    text = _printable(text + _hint(error))
     message = _ADDRESS.sub("(address)", text)[:MESSAGE_CHARS_MAX]
     param = _printable(error.param)[:PARAM_CHARS_MAX] if isinstance(error, InputError) else ""
     return Failure(name, message, traceback=_traceback(error), param=param)
+
+
+def _hint(error: BaseException) -> str:
+    try:
+        return unset_variables_hint(error)
+    except Exception:  # a user's exception class may fail to print
+        return ""
 
 
 def out_of_memory(error: BaseException) -> Failure:
