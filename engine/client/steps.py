@@ -29,7 +29,8 @@ _TOO_LARGE = re.compile(r"(CLIENT: Received|SERVER: Sent|Received|Sent) message 
 _UNREACHABLE = re.compile(
     r"failed to connect|connections to all backends failing|DNS resolution failed|empty address list"
 )
-_HTTP1 = re.compile(r"http1\.x server")
+_HTTP1 = re.compile(r"http1\.x server|Failed parsing HTTP/2")
+"""Of a server of HTTP/1. Where a host has several addresses, another attempt may fail at another one."""
 
 _BY_STATUS: dict[str, type[WeftlineError]] = {
     "INVALID_ARGUMENT": errors.InputError,
@@ -99,6 +100,8 @@ def refusal_of(status: str, message: str | None, metadata: Iterable[tuple[str, s
         if key == PUSHBACK or (key == RETRY_AFTER and pushback is None):
             pushback = _ms(value)
     text = message or ""
+    if status == "UNAVAILABLE" and _HTTP1.search(text):
+        pushback = -1.0
     if found := _TOO_LARGE.search(text):
         side = "answer" if ":" in found[1] else "request"
         text = f"a message of {found[2]} bytes; the most is {found[3]}"

@@ -56,7 +56,9 @@ def test_an_http_port_is_named_as_one() -> None:
     details = (
         "failed to connect to all addresses; last error: ... (Trying to connect an http1.x server (HTTP status 400))"
     )
-    error = error_of(Refusal("UNAVAILABLE", details), "localhost:8000")
+    refusal = refusal_of("UNAVAILABLE", details, ())
+    assert refusal.pushback_ms == -1, "an attempt at another address would hide it"
+    error = error_of(refusal, "localhost:8000")
     assert str(error).startswith("the server at localhost:8000 speaks HTTP/1, not gRPC\n    fix: pass its gRPC address")
 
 
