@@ -163,12 +163,12 @@ class LocalBackend:
                 except WeftlineError as error:
                     failed[name] = error
             if failed and self._strict:
-                raise next(iter(failed.values()))
+                raise _with_name(*next(iter(failed.items())), self._served)
             done = await self._load_together(models, first_error=self._strict)
             self._progress = None
             failed |= {name: why for name, why in done.items() if name in wanted and isinstance(why, WeftlineError)}
             if failed and not any(isinstance(one, int) for one in done.values()):
-                raise _all_of(list(failed.values()))
+                raise _all_of([_with_name(name, why, self._served) for name, why in failed.items()])
             for model, outcome in {**done, **failed}.items():
                 if isinstance(outcome, WeftlineError):
                     _log_failure(model, outcome)
@@ -275,7 +275,7 @@ class LocalBackend:
             done = dict[str, int | WeftlineError]()
             for name, version in self._repository.load_together(models, progress=self._progress_of, strict=at_once):
                 if isinstance(version, WeftlineError) and first_error:
-                    raise version
+                    raise _with_name(name, version, self._served)
                 done[name] = version
             return done
 
@@ -412,6 +412,15 @@ def _pipelines(name: str, served: ServedPipeline, pipeline: Pipeline, models: Mo
     for error in errors.values():
         raise error
     return found
+
+
+def _with_name(name: str, error: WeftlineError, models: Collection[str]) -> WeftlineError:
+    """Return the error of one of several models with its name; errors of files have those of the files."""
+    if len(models) < 2 or isinstance(error, PipelineError):
+        return error
+    named = ModelError(f"model {name}: {error}")
+    named.__cause__ = error
+    return named
 
 
 def _all_of(errors: Sequence[WeftlineError]) -> WeftlineError:

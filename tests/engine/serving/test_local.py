@@ -155,6 +155,34 @@ def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_serving(
     assert sum("model bad could not be loaded" in record.getMessage() for record in caplog.records) == 1
 
 
+BROKEN = """weftline: 1
+name: broken
+inputs: {text: text}
+steps:
+  s: {node: function, function: "broken.py:Broken", inputs: {text: text}}
+outputs: {y: s.output}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_error_of_one_of_several_pipelines_has_its_name(tmp_path: Path, strict: bool) -> None:
+    code = "class Broken:\n    def __init__(self): raise RuntimeError('boom')\n    def __call__(self, text: str) -> str: ...\n"
+    (tmp_path / "broken.py").write_text(code)
+    names = ("good", "bad") if strict else ("worse", "bad")
+    served = {name: ServedPipeline(tmp_path / f"{name}.yaml") for name in names}
+    for name in names:
+        (tmp_path / f"{name}.yaml").write_text(TENSORS if name == "good" else BROKEN.replace("broken\n", f"{name}\n"))
+
+    async def go() -> None:
+        with Repository() as repository, pytest.raises(ModelError) as caught:
+            await LocalBackend(repository, served, strict=strict).open()
+        assert "model bad: step s: broken.py:Broken() failed: RuntimeError: boom" in str(caught.value)
+        assert ("model worse: step s" in str(caught.value)) is not strict
+
+    run(go())
+
+
 @pytest.mark.slow
 def test_what_fails_in_a_process_of_several_leaves_the_others(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)

@@ -11,7 +11,7 @@ from weftline.engine.worker.faults import failure
 from weftline.errors import ModelError
 from weftline.nodes.user_code import load
 
-CODE = '''
+CODE = """
 import os
 
 class Client:
@@ -44,7 +44,7 @@ def usual(text):
 
 def nothing(text):
     return os.getenv("HOME").upper() + None
-'''
+"""
 HINT = "workers do not inherit environment variables; pass it as an argument, key: ${NAME}"
 
 
