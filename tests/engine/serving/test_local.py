@@ -155,6 +155,12 @@ def test_a_pipeline_that_cannot_be_loaded_leaves_the_others_serving(
     assert sum("model bad could not be loaded" in record.getMessage() for record in caplog.records) == 1
 
 
+CODE = """class Broken:
+    def __init__(self):
+        raise RuntimeError("boom")
+
+    def __call__(self, text: str) -> str: ...
+"""
 BROKEN = """weftline: 1
 name: broken
 inputs: {text: text}
@@ -167,8 +173,7 @@ outputs: {y: s.output}
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_error_of_one_of_several_pipelines_has_its_name(tmp_path: Path, strict: bool) -> None:
-    code = "class Broken:\n    def __init__(self): raise RuntimeError('boom')\n    def __call__(self, text: str) -> str: ...\n"
-    (tmp_path / "broken.py").write_text(code)
+    (tmp_path / "broken.py").write_text(CODE)
     names = ("good", "bad") if strict else ("worse", "bad")
     served = {name: ServedPipeline(tmp_path / f"{name}.yaml") for name in names}
     for name in names:

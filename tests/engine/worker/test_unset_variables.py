@@ -50,7 +50,7 @@ HINT = "workers do not inherit environment variables; pass it as an argument, ke
 
 def message(folder: Path, name: str) -> str:
     (folder / "steps.py").write_text(CODE)
-    with pytest.raises(Exception) as caught:  # noqa: PT011
+    with pytest.raises(Exception) as caught:
         load(f"steps.py:{name}", folder, "function")("a")
     return failure(caught.value).message
 
