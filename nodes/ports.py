@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated
 
 from weftline.fields import DERIVED, LOAD
@@ -78,6 +79,7 @@ class PortType:
         return self.dtype if self.dims is None else f"{self.dtype}[{', '.join(map(str, self.dims))}]"
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> PortType:
         """Parse a type such as 'image' or 'float32[C, 32, 32]'. ValueError: `text` is no port type."""
         text = text.strip()

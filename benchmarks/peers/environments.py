@@ -2,7 +2,8 @@
 
 Nothing is installed system-wide. triton: nvidia-pytriton, which brings Triton Inference Server 2.51 and its Python
 backend. perf: NVIDIA's perf_analyzer from the tritonclient 2.46 wheel, with the two libraries it needs (libb64 from a
-Debian package that is unpacked, not installed; libcudart from PyPI). mosec and ray: as they come.
+Debian package that is unpacked, not installed; libcudart from PyPI). mosec, ray, fastapi, litserve and bentoml: as they
+come.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ PACKAGES = {
     "perf": (("nvidia-cuda-runtime-cu12",),),
     "mosec": (("mosec==0.9.8", "numpy", "msgpack"),),
     "ray": (("ray[serve]==2.60.0", "numpy"),),
+    "fastapi": (("fastapi==0.165.0", "uvicorn[standard]==0.54.0", "onnxruntime==1.31.1", "numpy"),),
+    "litserve": (("litserve==0.2.19", "onnxruntime==1.31.1", "numpy"),),
+    "bentoml": (("bentoml==1.4.40", "onnxruntime==1.31.1", "numpy"),),
 }
 """What pip installs for each peer, one call after the other."""
 

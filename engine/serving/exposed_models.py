@@ -5,10 +5,20 @@ An exposed step is a pipeline of that step alone, over what its pipeline has loa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.model_info import USAGE
 from weftline.errors import InputError
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.single_step import Models, exposed, exposing, steps_of
+from weftline.pipelines.spec.wire import Wire
+
+COUNTING_NODES = ("embed", "rerank", "llm")
+"""Nodes with an output `usage`."""
+
+COUNTED = ("embedding", "scores")
+"""Their outputs that OpenAI's routes return as embeddings and scores."""
 
 
 def model_names(name: str, served: ServedPipeline) -> list[str]:
@@ -31,4 +41,21 @@ def models_with_errors(
         except InputError as error:
             errors[model] = error
     connected = {*served.expose, *steps_of(pipeline, models)}
-    return {name: exposing(pipeline, connected) if connected else pipeline} | steps, errors
+    whole = with_usage(pipeline)
+    return {name: exposing(whole, connected) if connected else whole} | steps, errors
+
+
+def with_usage(pipeline: Pipeline) -> Pipeline:
+    """Return a pipeline with the output USAGE where it outputs an embedding or scores without the step's `usage`.
+
+    OpenAI's embeddings and rerank answers count the tokens of prompts, whatever a pipeline outputs.
+    """
+    if {"usage", USAGE} & pipeline.outputs.keys():
+        return pipeline
+    steps = {step.name: step for step in pipeline.steps if step.node in COUNTING_NODES and not step.map}
+    names = sorted(pipeline.outputs, key=lambda name: name not in COUNTED)  # the usual names first
+    wires = [pipeline.outputs[name] for name in names]
+    counted = next((wire.step for wire in wires if wire.step in steps and wire.port in COUNTED), None)
+    if counted is None:
+        return pipeline
+    return replace(pipeline, outputs={**pipeline.outputs, USAGE: Wire(counted, "usage")})

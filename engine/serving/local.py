@@ -287,6 +287,13 @@ class LocalBackend:
 
     # requests
 
+    def _options_of(self, ask: Ask) -> RequestOptions:
+        """Return the engine's options of a request; all outputs are those that clients see."""
+        outputs = ask.outputs
+        if outputs is None and (info := self.info(ask.model)).usage:
+            outputs = tuple(port.name for port in info.outputs)
+        return _options(ask, outputs)
+
     async def ask(self, ask: Ask) -> Answer:
         noted = RequestRecord(ask, self._begin)
         version = 0
@@ -295,7 +302,7 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.info(ask.model, ask.version)
-            borrowed = await session.borrow(ask.inputs, _options(ask), paths=False, caller=ask.caller)
+            borrowed = await session.borrow(ask.inputs, self._options_of(ask), paths=False, caller=ask.caller)
         except BaseException as error:
             self._notify(noted.failed(error, version))
             raise
@@ -317,7 +324,7 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.info(ask.model, ask.version)
-            cancel = session.try_submit(ask.inputs, _options(ask), ended, paths=False, caller=ask.caller)
+            cancel = session.try_submit(ask.inputs, self._options_of(ask), ended, paths=False, caller=ask.caller)
         except BaseException as error:
             self._notify(noted.failed(error, version))
             raise
@@ -351,7 +358,7 @@ class LocalBackend:
             version = session.version
             if ask.version:
                 self.info(ask.model, ask.version)
-            options = _options(ask)
+            options = self._options_of(ask)
             pieces = session.stream_outputs(
                 ask.inputs, options, paths=False, caller=ask.caller, timed=noted.set_timings
             )
@@ -385,13 +392,13 @@ class LocalBackend:
                 _log.exception("an observer of requests failed")
 
 
-def _options(ask: Ask) -> RequestOptions:
+def _options(ask: Ask, outputs: Sequence[str] | None) -> RequestOptions:
     """Return the engine's options of a request; InputError for an invalid one."""
-    unset = ask.outputs is None and ask.deadline_ms is None and ask.seed is None and ask.sequence is None
+    unset = outputs is None and ask.deadline_ms is None and ask.seed is None and ask.sequence is None
     if unset and not (ask.priority or ask.job):
         return DEFAULT_OPTIONS
     return RequestOptions(
-        outputs=ask.outputs,
+        outputs=outputs,
         deadline_ms=ask.deadline_ms,
         priority=ask.priority,
         sequence=_own(ask),

@@ -26,6 +26,9 @@ LLM_NODES = "weftline.engine.llm."
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 """Position encodings that the llm step runs within the length of their original model only."""
 
+USAGE = "_usage"
+"""Output of a served pipeline that only OpenAI's routes ask for (`exposed_models.py`); no client sees it."""
+
 NOT_LOADED = "it is not loaded"
 """`why` of a model that was never loaded, or was unloaded by an admin."""
 
@@ -63,6 +66,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     request_bytes_max: most bytes of one request's inputs.
     deadline_ms:       of a request that brings none; None: it has none.
     context_max:       most tokens of prompt and answer of its llm step; None: there is none, or several, or not known.
+    usage:             an output with the counts of tokens that is not among `outputs`; '': none.
     """
 
     name: str
@@ -76,6 +80,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     deadline_ms: float | None = None
     about: str = ""
     context_max: int | None = None
+    usage: str = ""
 
     @property
     def streams(self) -> bool:
@@ -172,7 +177,9 @@ def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
         if not one.hidden
     )
     outputs = tuple(
-        PortInfo(one.name, str(one.type), one.optional, one.pieces, labels=one.labels) for one in plan.outputs
+        PortInfo(one.name, str(one.type), one.optional, one.pieces, labels=one.labels)
+        for one in plan.outputs
+        if one.name != USAGE
     )
     return ModelInfo(
         name,
@@ -186,6 +193,7 @@ def model_info(name: str, version: int, plan: Plan) -> ModelInfo:
         plan.limits.deadline_ms,
         plan.about,
         _context_max(plan),
+        USAGE if any(one.name == USAGE for one in plan.outputs) else "",
     )
 
 

@@ -127,7 +127,7 @@ def chat_ports(info: ModelInfo) -> ChatPorts:
         output=_text_output(info, task, ("text", "answer")),
         sampling=_input(info, "sampling", "json"),
         tenant=_input(info, "tenant", "text"),
-        usage=_output(info, "usage", "json"),
+        usage=_usage(info),
         answers=_output(info, "answers", "json"),
         tool_calls=_output(info, "tool_calls", "json"),
         messages=messages,
@@ -171,7 +171,7 @@ def rerank_ports(info: ModelInfo) -> RerankPorts:
     tenant, overflow = _input(info, "tenant", "text"), _input(info, "overflow", "json")
     _check_rest(info, task, {query, lists[0], tenant, overflow})
     output = _vector_output(info, task, "scores")
-    return RerankPorts(query, lists[0], output, tenant, _output(info, "usage", "json"), overflow)
+    return RerankPorts(query, lists[0], output, tenant, _usage(info), overflow)
 
 
 def transcription_ports(info: ModelInfo) -> TranscriptionPorts:
@@ -221,7 +221,7 @@ def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
         output=output,
         sampling=_input(info, "sampling", "json"),
         tenant=_input(info, "tenant", "text"),
-        usage=_output(info, "usage", "json"),
+        usage=_usage(info),
         answers=_output(info, "answers", "json"),
         prompt=prompt,
         logprobs=_output(info, "logprobs", "json"),
@@ -283,6 +283,11 @@ def _input(info: ModelInfo, name: str, type: str) -> str | None:
 def _output(info: ModelInfo, name: str, type: str) -> str | None:
     port = info.output(name)
     return name if port is not None and port.type == type else None
+
+
+def _usage(info: ModelInfo) -> str | None:
+    """Return the output with the counts of tokens."""
+    return _output(info, "usage", "json") or info.usage or None
 
 
 def _check_rest(info: ModelInfo, task: str, fed: Iterable[str | None]) -> None:
