@@ -138,9 +138,10 @@ bench-device: setup  ## hops of tensors on a device (a fake one unless DEVICE sa
 	$(RUN) benchmarks/device_hop.py --device $(or $(DEVICE),fake:0)
 	$(RUN) -m benchmarks.sleep_wake
 
-bench-ingress: setup  ## the ingress beside Triton, mosec, Ray Serve and an empty echo, and overloaded, about 12 minutes
-	$(RUN) -m benchmarks.peers.environments triton mosec ray
+bench-ingress: setup  ## the ingress beside Triton, mosec, Ray Serve, FastAPI, LitServe, BentoML and an empty echo, and overloaded, about 14 minutes
+	$(RUN) -m benchmarks.peers.environments triton mosec ray fastapi litserve bentoml
 	$(RUN) -m benchmarks.ingress $(if $(TRANSPORT),--transport $(TRANSPORT))
+	$(RUN) -m benchmarks.tabular
 	$(RUN) -m benchmarks.overload --grpc --seconds 20 $(if $(TRANSPORT),--transport $(firstword $(TRANSPORT)))
 
 bench-hostile: setup  ## a healthy client beside hostile and greedy ones

@@ -22,6 +22,9 @@ PLATFORM = "weftline"
 INPUT, OUTPUT, PIECES = "input:", "output:", "pieces:"
 """Prefixes of the names of parameters with port types, and of those for streamed outputs."""
 
+_FORMATS: dict[tuple[bool, ...], str] = {(True, False, False): "FORMAT_NCHW", (False, False, True): "FORMAT_NHWC"}
+"""Formats of tensors by the dimensions that can be those of channels."""
+
 _DENSE_OUT = frozenset({"image", "audio"})
 
 
@@ -115,8 +118,7 @@ def _format(port: PortInfo) -> str:
     numbers = form_of(port.type).numbers
     if not port.type.endswith("]") or numbers is None or numbers.listed or numbers.dims is None:
         return "FORMAT_NONE"
-    channels = [isinstance(dim, int) and dim in (1, 3) for dim in numbers.dims]
-    return {(True, False, False): "FORMAT_NCHW", (False, False, True): "FORMAT_NHWC"}.get((*channels,), "FORMAT_NONE")
+    return _FORMATS.get(tuple(dim in (1, 3) for dim in numbers.dims), "FORMAT_NONE")
 
 
 def _port(tensor: TensorMetadata) -> dict[str, Any]:

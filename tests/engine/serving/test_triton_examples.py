@@ -459,6 +459,16 @@ def test_classes_of_a_batch_of_pictures(client: Client, protocol: str) -> None:
     assert [[*one] for one in found] == [row] * 4
 
 
+@BOTH
+def test_classes_of_single_pictures_again_and_again(client: Client, protocol: str) -> None:
+    given = library(protocol).InferInput("data_0", [3, SIDE, SIDE], "FP32")
+    given.set_data_from_numpy(picture())
+    for count in (1, 2, 1, 2, 0):
+        found = client.infer("densenet_onnx", [given], outputs=wanted(protocol, "fc6_1", class_count=count))
+        shape = (count,) if count else (CLASSES,)
+        assert found.as_numpy("fc6_1").shape == shape
+
+
 def test_classes_in_a_stream(server: Served) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     given = over_grpc.InferInput("data_0", [2, 3, SIDE, SIDE], "FP32")
