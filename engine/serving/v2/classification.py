@@ -75,9 +75,12 @@ def _of_vector(port: PortInfo, value: np.ndarray, count: int) -> list[str]:
 def _of_scores(port: PortInfo, value: Any, count: int) -> list[str]:
     if isinstance(value, Written):
         value = msgspec.json.decode(value.raw[PREFIX_BYTES:])
-    pairs = [*value.items()] if isinstance(value, Mapping) else [(one["label"], one["score"]) for one in value]
     indexes = {label: index for index, label in enumerate(port.labels)}
-    ranked = sorted(((-float(score), indexes[label]) for label, score in pairs))[:count]
+    try:
+        pairs = [*value.items()] if isinstance(value, Mapping) else [(one["label"], one["score"]) for one in value]
+        ranked = sorted((-float(score), indexes[label]) for label, score in pairs)[:count]
+    except (KeyError, TypeError, ValueError):  # as of a fallback with an answer of another kind
+        raise InputError(f"output {port.name}: {CLASSIFICATION}: found no scores of the step's labels") from None
     return [_class(-score, index, port.labels) for score, index in ranked]
 
 

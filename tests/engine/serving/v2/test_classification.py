@@ -120,3 +120,9 @@ def test_labels_of_a_classifier_reach_the_models_metadata(tmp_path: Path) -> Non
     config = json.loads((ROOT / "examples/models/guardrail/config.json").read_text())
     assert scores.labels == tuple(config["id2label"].values())
     check_classes(WantedOutput("scores", None, {"classification": 2}), scores)
+
+
+@pytest.mark.parametrize("value", [{"fox": 1.0}, [{"label": "cat"}], ["cat"], {"cat": "high"}, 3])
+def test_scores_of_other_labels_are_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="found no scores of the step's labels"):
+        classes("json", value, count=1)
