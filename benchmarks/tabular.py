@@ -104,10 +104,11 @@ def running(name: str, model: Path) -> Iterator[int]:
             yield port
         finally:
             process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # LitServe leaves its workers behind
+            process.wait()
 
 
 def answers(name: str, port: int) -> bool:
