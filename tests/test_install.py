@@ -7,6 +7,7 @@ message of its backtracking, which no supported combination may need.
 
 from __future__ import annotations
 
+import email
 import json
 import re
 import resource
@@ -52,6 +53,13 @@ def test_an_editable_install_is_a_path_that_type_checkers_read() -> None:
     assert tool["distutils"]["editable_wheel"]["mode"] == "compat"
 
 
+def test_the_page_of_the_package_index_has_no_relative_link() -> None:
+    page = (ROOT / PROJECT["readme"]).read_text()
+    links = [one or other for one, other in re.findall(r"\]\(([^)]+)\)|(?:src|href)=\"([^\"]+)", page)]
+    assert [one for one in links if not one.startswith(("https://", "#"))] == []
+    assert {name for name in EXTRAS if name != "dev"} <= set(re.findall(r"`([\w-]+)`", page))
+
+
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """Run a command and return its standard output; the test fails with its standard error."""
     ended = subprocess.run(
@@ -88,6 +96,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pip",
         "uv",
         "build",
+        "twine",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=STUCK_S, check=False)
     if "No matching distribution" in ended.stderr or "NewConnectionError" in ended.stderr:
@@ -191,6 +200,26 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(built: tuple[Path, Path
     assert {"weftline/testing/nodes.py", "weftline/testing/fake_gpu/gpu.py", "weftline/testing/recorder.py"} <= names
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_twine_accepts_the_wheel_and_the_source(tools: Path, built: tuple[Path, Path]) -> None:
+    assert run(tools / "python", "-m", "twine", "check", "--strict", *built).count("PASSED") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_the_metadata_of_the_wheel_is_that_of_the_project(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = [one for one in wheel.namelist() if one.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert set(metadata.get_all("Provides-Extra", [])) == set(EXTRAS)
+    versions = [one.rpartition(" ")[2] for one in metadata.get_all("Classifier", []) if "Python :: 3." in one]
+    assert tuple(versions) == VERSIONS
+
+
 REQUEST = """
 import subprocess, sys, threading
 server = subprocess.Popen(
@@ -203,6 +232,9 @@ finally:
     server.terminate()
     server.wait(120)
 """
+
+
+PHOTO = f"photo=@{ROOT / 'examples/data/photo.png'}"
 
 
 def first_request(python: Path, cwd: Path) -> str:
@@ -221,9 +253,11 @@ def test_a_new_environment_answers_its_first_request_within_the_limit(
         run(interpreter(version), "-m", "venv", tmp_path / "new")
         python = tmp_path / "new/bin/python"
         run(python, "-m", "pip", "install", "-q", f"weftline[onnx,serve] @ {built[0].as_uri()}")
+        run(python, "-m", "weftline", "check", ROOT / "examples/classifier.yaml", cwd=tmp_path)
+        named = run(python, "-m", "weftline", "run", ROOT / "examples/classifier.yaml", "-i", PHOTO, cwd=tmp_path)
         answered = first_request(python, tmp_path)
     report(capsys, f"Python {version}, from nothing to the first answer: {spent}")
-    assert "species" in answered
+    assert "species" in answered and "label: " in named
     assert spent.processor_s < INSTALL_S, spent
 
 
