@@ -11,7 +11,8 @@ GPU_WHEELS_MIB := 20
 GPU_PLATFORMS := $(foreach libc,5 12 17 24 27 28 31 34 35,--platform manylinux_2_$(libc)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64
 GPU_PYTHON = $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
 # Program, and the Debian package that brings it.
-SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2load:nghttp2-client nghttp:nghttp2-client node:nodejs npm:npm
+SLOW_TOOLS := espeak-ng:espeak-ng openssl:openssl curl:curl chromium:chromium h2load:nghttp2-client nghttp:nghttp2-client node:nodejs npm:npm \
+	buildah:buildah debootstrap:debootstrap
 
 # Without bytecode every process that a test starts would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,6 +51,9 @@ setup-slow: setup  ## install what only the slow tests need: Debian packages (as
 		--target build/langchain langchain-anthropic==1.7.7 langchain-core==1.7.2 langchain-protocol==0.0.20 \
 		langsmith==0.15.1 jsonpatch==1.48 jsonpointer==3.12 tenacity==9.2.1 uuid-utils==0.19.0 orjson==3.13.0 \
 		requests-toolbelt==1.0.0 zstandard==0.25.0 distro==1.9.0
+	@test -d build/validators/kubernetes_validate || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
+		--target build/validators check-jsonschema==0.39.0 kubernetes-validate==1.37.0 regress==2026.9.1 \
+		ruamel.yaml==0.19.1 importlib_resources==7.1.0
 	@$(RUN) -m benchmarks.peers.environments perf
 
 test: setup  ## lint, type-check and run the fast tests, some minutes

@@ -2,8 +2,12 @@
 
 import configparser
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,21 @@ import yaml
 from weftline.cli.command import from_given
 from weftline.cli.main import command
 from weftline.cli.serve import ServeFlags
+from weftline.engine.machine import this_machine
 from weftline.engine.serving.auth.exposure import check_exposure
 from weftline.engine.serving.auth.methods import METHODS, METRICS, OPEN
 from weftline.engine.serving.config import ServeConfig, ServedPipeline
 from weftline.engine.serving.serve_file import ServeFile, assemble, merge, parse_serve_file
+from weftline.pipelines.placement.sharing import plan_shared
 from weftline.pipelines.spec.document import read_document
+from weftline.pipelines.spec.loader import load_file
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples/deploy"
-MANIFESTS = sorted(DEPLOY.rglob("*.y*ml"))
+COMPOSE = ("compose.yaml", "compose.gpu.yaml")
+CLUSTER = sorted([*(DEPLOY / "kubernetes").glob("*.yaml"), *(DEPLOY / "kserve").glob("*.yaml")])
+VALIDATORS = ROOT / "build/validators"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SAID = ServeConfig({"p": ServedPipeline(Path("p.yaml"))})
 
 
@@ -49,12 +59,23 @@ def unit() -> configparser.ConfigParser:
     return parser
 
 
-@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def shared_bytes(pipeline: str) -> int:
+    """Return the shared memory that a pipeline of the examples plans, and that of decoding its inputs."""
+    loaded = load_file(ROOT / "examples" / pipeline)
+    plan = plan_shared({loaded.name: loaded}, this_machine()).programs[loaded.name].plan
+    return sum(worker.arena_bytes for worker in plan.workers) + plan.ingress_arena_bytes + plan.decode_bytes_max
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes of a size as Kubernetes (`4Gi`) and Compose (`4g`) write it."""
+    number, unit = re.fullmatch(r"(\d+)(?:([MG])i|([mg]))", text).group(1, 0)  # type: ignore[union-attr]
+    return int(number) << {"m": 20, "g": 30}[unit.rstrip("i")[-1].lower()]
+
+
+@pytest.mark.parametrize("file", CLUSTER, ids=lambda file: file.name)
 def test_every_manifest_is_yaml_and_has_a_kind(file: Path) -> None:
     for one in yaml.safe_load_all(file.read_text()):
-        assert one.keys() >= (
-            {"scrape_configs"} if file.name == "prometheus.yml" else {"apiVersion", "kind", "metadata"}
-        )
+        assert one.keys() >= {"apiVersion", "kind", "metadata"}
 
 
 def test_the_units_commands_exist_and_it_waits_longer_than_the_drain() -> None:
@@ -75,9 +96,154 @@ def test_the_container_starts_the_server_unprivileged_in_list_form() -> None:
     options(words[1])
     assert re.search(r"^USER [1-9]\d+:[1-9]\d+$", text, re.M)
     extras = re.search(r"^ARG EXTRAS=(.*)$", text, re.M)
-    known = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
     assert extras
-    assert set(extras[1].split(",")) <= set(known)
+    assert set(extras[1].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+
+
+def test_the_container_copies_what_the_package_is_built_from() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    copied = {
+        word.rstrip("/") for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for word in line.split()
+    }
+    folders = {folder.partition("/")[0] for folder in PROJECT["tool"]["setuptools"]["package-dir"].values()}
+    project = PROJECT["project"]
+    assert copied == {"pyproject.toml", "constraints.txt", project["readme"], *project["license-files"], *folders}
+
+
+def test_the_final_image_has_libnghttp2_and_no_build_tools_by_default() -> None:
+    final = (DEPLOY / "Containerfile").read_text().rpartition("\nFROM ")[2]
+    installed = re.search(r"apt-get install --yes --no-install-recommends (.*?) \\\n", final)
+    assert installed
+    assert installed[1].split() == ["python3", "libnghttp2-14", "$PACKAGES"]
+    assert re.search(r'^ARG PACKAGES=""$', final, re.M)
+
+
+def test_the_health_check_asks_readiness_at_the_http_port() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    url = re.search(r"READY_URL=https://127\.0\.0\.1:(\d+)(/\w+)$", text, re.M)
+    http = composed_serve_file().config.http
+    assert url and http
+    assert METHODS[f"HTTP GET {url[2]}"] == OPEN
+    assert int(url[1]) == http.port
+    script = json.loads(re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", text, re.M)[0])
+    assert script[:2] == ["python", "-c"]
+    assert "os.environ['READY_URL']" in script[2]
+
+
+def composed() -> dict[str, Any]:
+    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text()))
+
+
+def composed_serve_file() -> ServeFile:
+    file = DEPLOY / "serve.yaml"
+    return parse_serve_file(read_document(file.read_text(), str(file)), str(file), ROOT)
+
+
+def test_compose_and_the_cluster_serve_the_same_file() -> None:
+    inline = yaml.safe_load(manifest("kubernetes/configmap.yaml")["data"]["serve.yaml"])
+    assert yaml.safe_load((DEPLOY / "serve.yaml").read_text()) == inline
+
+
+def test_compose_has_the_ports_and_files_of_its_serve_file() -> None:
+    service, config = composed()["services"]["weftline"], composed_serve_file().config
+    check_exposure(config)
+    assert config.http is not None and config.tls is not None
+    ports = [config.grpc.port, config.http.port]
+    assert service["ports"] == [f"{port}:{port}" for port in ports]
+    exposed = re.search(r"^EXPOSE (.*)$", (DEPLOY / "Containerfile").read_text(), re.M)
+    assert exposed and [int(port) for port in exposed[1].split()] == ports
+    targets = {Path(secret["target"]) for secret in service["secrets"]}
+    assert targets == {config.tls.certificate, config.tls.key, config.tokens}
+    assert {secret["source"] for secret in service["secrets"]} == set(composed()["secrets"])
+    assert [Path(one.rpartition(":")[0].rpartition(":")[2]) for one in service["volumes"]] == [
+        Path("/etc/weftline/serve.yaml"),
+        config.pipelines["classifier"].file.parent,
+    ]
+
+
+def test_compose_gives_the_drain_and_the_plan_what_they_need() -> None:
+    service = composed()["services"]["weftline"]
+    assert float(service["stop_grace_period"].removesuffix("s")) > composed_serve_file().config.grace_s + 5
+    temporary = re.search(r"size=(\w+)", service["tmpfs"][0])
+    assert temporary and "exec" in service["tmpfs"][0].split(":")[1].split(",")
+    beside = size_bytes(service["shm_size"]) + shared_bytes("classifier.yaml")
+    assert size_bytes(service["mem_limit"]) > beside + size_bytes("512m")
+    assert composed()["services"].keys() == yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"].keys()
+
+
+def test_the_arguments_of_the_gpu_image_are_those_of_the_containerfile() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    arguments = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["weftline"]["build"]["args"]
+    assert set(arguments) < set(re.findall(r"^ARG (\w+)=", text, re.M))
+    assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
+    for name, value in arguments.items():
+        assert f"--build-arg {name}={value}" in text or f'--build-arg {name}="{value}"' in text
+
+
+def test_pods_have_the_memory_that_the_plan_and_their_volumes_take() -> None:
+    pod = manifest("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shared["medium"] == "Memory"
+    beside = size_bytes(shared["sizeLimit"]) + shared_bytes("classifier.yaml")
+    assert size_bytes(container["resources"]["limits"]["memory"]) > beside + size_bytes("512m")
+    assert "medium" not in volumes[mounts["/tmp"]]["emptyDir"]
+
+
+def validate(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a validator of build/validators, which have their schemas with them."""
+    if not VALIDATORS.is_dir():
+        pytest.skip(f"{VALIDATORS.relative_to(ROOT)} is not installed: make setup-slow")
+    command = [sys.executable, "-m", *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(VALIDATORS)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+KUBERNETES = ("kubernetes_validate", "--strict")
+COMPOSE_SCHEMA = ("check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+
+
+@pytest.mark.slow
+def test_manifests_are_valid_resources_of_kubernetes() -> None:
+    done = validate(*KUBERNETES, *[file for file in CLUSTER if file.parent.name == "kubernetes"])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_containers_of_kserve_are_valid_in_a_pod(tmp_path: Path) -> None:
+    """KServe's own resources are not among the schemas; a ServingRuntime's containers are those of a pod."""
+    containers = manifest("kserve/servingruntime.yaml")["spec"]["containers"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": {"containers": containers}}
+    (tmp_path / "pod.yaml").write_text(yaml.safe_dump(pod))
+    done = validate(*KUBERNETES, tmp_path / "pod.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_compose_files_are_valid() -> None:
+    done = validate(*COMPOSE_SCHEMA, *[DEPLOY / name for name in COMPOSE])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "name", "right", "wrong"),
+    [
+        (KUBERNETES, "kubernetes/deployment.yaml", "readinessProbe:", "readyProbe:"),
+        (KUBERNETES, "kubernetes/service.yaml", "port: 8001", "port: grpc"),
+        (COMPOSE_SCHEMA, "compose.yaml", "stop_grace_period:", "grace_period:"),
+    ],
+)
+def test_the_validators_refuse_a_wrong_key_or_value(
+    words: tuple[str, ...], name: str, right: str, wrong: str, tmp_path: Path
+) -> None:
+    text = (DEPLOY / name).read_text()
+    assert right in text
+    (tmp_path / "wrong.yaml").write_text(text.replace(right, wrong))
+    done = validate(*words, tmp_path / "wrong.yaml")
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["kubernetes/deployment.yaml", "kserve/servingruntime.yaml"])
