@@ -45,6 +45,7 @@ from weftline.nodes.precision import check_precision, computing_in, round_weight
 from weftline.nodes.sentence_head import MODULES, POOLINGS, SETTINGS, Dense, SentenceHead, read_head
 from weftline.nodes.text_tokens import (
     OVERFLOW_ABOUT,
+    TOKENS_ABOUT,
     USAGE_ABOUT,
     Encoded,
     Overflow,
@@ -139,7 +140,11 @@ class Embed(BatchNode):
         _check_dimensions(config, width)
         type = f"float32[{config.dimensions or width}]"
         return Ports(
-            inputs=(port("text", "text"), port("overflow", "json", optional=True, about=OVERFLOW_ABOUT)),
+            inputs=(
+                port("text", "text"),
+                port("tokens", "json", optional=True, about=TOKENS_ABOUT),
+                port("overflow", "json", optional=True, about=OVERFLOW_ABOUT),
+            ),
             outputs=(port("embedding", type), port("usage", "json", about=USAGE_ABOUT)),
         )
 
@@ -197,6 +202,9 @@ class Embed(BatchNode):
         texts = [prefix + text for prefix, text in zip(prefixes, batch["text"], strict=True)]
         rules = [read_overflow(one, Overflow(self.config.overflow)) for one in batch.get("overflow")]
         encoded = self._tokens.encode([text.lower() for text in texts] if self._head.lower else texts, rules)
+        for place, ids in enumerate(batch.get("tokens")):
+            if ids is not None:
+                encoded[place] = self._tokens.from_ids(ids, rules[place])
         return {
             "embedding": self._embeddings(batch, encoded),
             "usage": of_fitting(encoded, lambda fitting: [usage_of([one]) for one in fitting]),

@@ -89,6 +89,7 @@ def usage_of(encoded: Sequence[Encoded]) -> dict[str, int]:
 
 
 USAGE_ABOUT = "prompt_tokens: tokens that the model read; truncated_tokens: those that were cut"
+TOKENS_ABOUT = "token ids of the model in place of the text, read as they are: no prefix, no special tokens are added"
 OVERFLOW_ABOUT = "instead of the option: error, end, start, or an object with side and tokens, the number that is kept"
 
 
@@ -128,6 +129,25 @@ class TextTokens:
         whole = self._tokenizer.encode_batch(list(texts))
         return [self._fitted(*one) for one in zip(texts, whole, overflows, strict=True)]
 
+    def from_ids(self, ids: Any, overflow: Overflow | InputError) -> Encoded | InputError:
+        """Return token ids of a request as an encoded text, cut by the rule, or the error that refuses them."""
+        if isinstance(overflow, InputError):
+            return overflow
+        limit = self._limit(overflow)
+        if isinstance(limit, InputError):
+            return limit
+        vocabulary = self._tokenizer.get_vocab_size()
+        if not isinstance(ids, list) or not ids:
+            return InputError(f"tokens: found {ids!r:.40}, expected a list of token ids", param="tokens")
+        for place, one in enumerate(ids):
+            if type(one) is not int or not 0 <= one < vocabulary:
+                found = f"found {one!r:.40} at {place}, expected token ids of the model, 0 to {vocabulary - 1}"
+                return InputError(f"tokens: {found}; send text, or ids of its own tokenizer", param="tokens")
+        if len(ids) > limit and overflow.side == "error":
+            return too_long(len(ids), limit)
+        kept = ids[-limit:] if overflow.side == "start" else ids[:limit]
+        return Encoded(kept, [0] * len(kept), len(ids))
+
     def windows(self, texts: Sequence[str]) -> Rows:
         """Return all of each text as rows: one, or for a long text several that overlap by a quarter."""
         self._tokenizer.enable_truncation(self._tokens_max, stride=self._tokens_max // 4)
@@ -146,11 +166,9 @@ class TextTokens:
     def _fitted(self, text: Text, whole: Any, overflow: Overflow | InputError) -> Encoded | InputError:
         if isinstance(overflow, InputError):
             return overflow
-        tokens, limit = len(whole.ids), self._tokens_max
-        if overflow.tokens is not None and overflow.tokens > limit:
-            found = f"found {overflow.tokens}, expected at most {limit}, the limit of the model"
-            return InputError(f"overflow.tokens: {found}", param="overflow")
-        limit = overflow.tokens or limit
+        tokens, limit = len(whole.ids), self._limit(overflow)
+        if isinstance(limit, InputError):
+            return limit
         if tokens > limit and overflow.side == "error":
             return too_long(tokens, limit, "pair" if isinstance(text, tuple) else "text")
         if tokens > limit:
@@ -160,6 +178,13 @@ class TextTokens:
             if len(whole.ids) > limit:  # the library cuts nothing then
                 return InputError(f"overflow.tokens: found {limit}, fewer than the special tokens", param="overflow")
         return Encoded(whole.ids or [self.pad], whole.type_ids or [0], tokens)
+
+    def _limit(self, overflow: Overflow) -> int | InputError:
+        """Return the most tokens of a text by a rule: the rule's own, or the model's."""
+        if overflow.tokens is not None and overflow.tokens > self._tokens_max:
+            found = f"found {overflow.tokens}, expected at most {self._tokens_max}, the limit of the model"
+            return InputError(f"overflow.tokens: {found}", param="overflow")
+        return overflow.tokens or self._tokens_max
 
 
 def _too_many_chars(text: Text) -> InputError | None:

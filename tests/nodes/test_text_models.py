@@ -179,6 +179,22 @@ def test_a_text_that_is_too_long_to_embed_fails_alone(folder: Path) -> None:
     assert refused(Embed, EmbedConfig("near", overflow="cut"), folder).option == "overflow"
 
 
+def test_token_ids_are_embedded_as_they_are(folder: Path) -> None:
+    node, long = embed(folder, "cpu"), [2, 3] * 40
+    ids: list[Any] = [None, [5], [2, 3, 4], long, long, long, [2, 6], [2, -1], [], "2", [True]]
+    rules = [*[None] * 4, "end", {"side": "start", "tokens": 1}, *[None] * 5]
+    found = node.run(Batch({"text": ["key", *[""] * 10], "tokens": ids, "overflow": rules}))
+    wanted = node.run(Batch({"text": ["key", "good bad day", "good bad " * 16, "bad"]}))["embedding"]
+    for place, one in ((0, 0), (1, 0), (2, 1), (4, 2), (5, 3)):
+        np.testing.assert_allclose(found["embedding"][place], wanted[one], atol=1e-5)
+    assert found["usage"][5] == {"prompt_tokens": 1, "truncated_tokens": 79}
+    errors = [str(found["embedding"][place]) for place in (3, 6, 7, 8, 9, 10)]
+    assert errors[0].startswith("the text has 80 tokens, and the model reads at most 32")
+    assert errors[1].startswith("tokens: found 6 at 1, expected token ids of the model, 0 to 5; send text, or ids of")
+    assert errors[2].startswith("tokens: found -1 at 1") and errors[5].startswith("tokens: found True at 0")
+    assert [one.partition(",")[0] for one in errors[3:5]] == ["tokens: found []", "tokens: found '2'"]
+
+
 def test_errors_of_long_texts_stay_beside_embeddings_on_a_device(folder: Path) -> None:
     bench, texts = Bench(), ["good day", "good " * 40]
     found = embed(folder, DEVICE).run(bench.batch({"text": texts}, True))["embedding"]

@@ -109,9 +109,9 @@ _PROMPTS = {
     "oneOf": [*_TEXTS["oneOf"], _IDS, {"type": "array", "items": {"oneOf": [{"type": "string"}, _IDS]}, "minItems": 1}]
 }
 _DOCUMENT = {"oneOf": [{"type": "string"}, _object_of(text={"type": "string"})]}
-Texts = Annotated[Any, Meta(extra_json_schema=_TEXTS)]
+Prompts = Annotated[Any, Meta(extra_json_schema=_PROMPTS)]
 Documents = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": _DOCUMENT, "minItems": 1})]
-"""A list of texts, as `_texts` returns it, and the schema of its forms in a request."""
+"""Values as `_prompts` and `_texts` return them, and the schema of their forms in a request."""
 
 
 class OpenAiBody(Struct, frozen=True, kw_only=True):
@@ -178,14 +178,14 @@ class OpenAiBody(Struct, frozen=True, kw_only=True):
         return {name: _texts(name, fields.get(name), texts_max, cls.texts_limit) for name in cls.texts}
 
 
-def _prompts(field: str, value: Any, texts_max: int | None) -> list[str | list[int]]:
-    """Return the prompts of a field: a text, token ids, or a list of either."""
+def _prompts(field: str, value: Any, texts_max: int | None, limit: str = _BATCH_MAX) -> list[str | list[int]]:
+    """Return the prompts of a field: a text, token ids, or a list of either. limit: as OpenAiBody.texts_limit."""
     if isinstance(value, list) and value and all(type(one) is int for one in value):
         return [value]
     if not isinstance(value, list) or not any(isinstance(one, list) for one in value):
-        return [*_texts(field, value, texts_max)]
+        return [*_texts(field, value, texts_max, limit)]
     if len(value) > (texts_max or len(value)):
-        raise HttpError(f"{field}: found {len(value)} prompts, {_BATCH_MAX} {texts_max}", param=field)
+        raise HttpError(f"{field}: found {len(value)} prompts, {limit} {texts_max}", param=field)
     if not all(isinstance(one, str) or (one and all(type(id) is int for id in one)) for one in value):
         raise HttpError(f"{field}: expected texts, or lists of token ids", param=field)
     return value
@@ -399,7 +399,10 @@ class TruncatingBody(OpenAiBody, frozen=True, kw_only=True):
     truncate, truncation:     whether they are cut, see CUTS.
     truncate_prompt_tokens:   as in vLLM: they are cut to that many tokens; -1: to those that the model reads.
     truncation_side, truncation_direction: the end that is cut, right or left, as in vLLM and TEI.
+    fields_of_inputs: inputs of the model, and the fields that they have their values from.
     """
+
+    fields_of_inputs: ClassVar[Mapping[str, str]] = {}
 
     truncate: Any = None
     truncation: Any = None
@@ -441,13 +444,14 @@ class TruncatingBody(OpenAiBody, frozen=True, kw_only=True):
         return cut if tokens in (None, -1) else {"side": cut, "tokens": tokens}
 
     @contextmanager
-    def naming_truncation(self) -> Iterator[None]:
-        """Change `param` of an InputError from the input `overflow` to the field that set it."""
+    def naming_fields(self) -> Iterator[None]:
+        """Change `param` of an InputError from an input of the model to the field that set it."""
         try:
             yield
         except InputError as error:
             if error.param == "overflow" and self.truncation_field is not None:
                 error.param = self.truncation_field
+            error.param = self.fields_of_inputs.get(error.param or "", error.param)
             raise
 
 
@@ -460,14 +464,18 @@ def _cut_of(value: Any) -> str | None:
 class EmbeddingBody(TruncatingBody, frozen=True, kw_only=True):
     """Body of /v1/embeddings."""
 
-    texts = ("input",)
     texts_limit = "expected at most"
     refused = EMBEDDING_REFUSED
     without_effect = POOLING_WITHOUT_EFFECT
+    fields_of_inputs = {"tokens": "input", "prompt": "input"}
 
-    input: Texts
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, worded("the length of the model's vectors", ge=1)] | None = None
+
+    @classmethod
+    def _derived(cls, fields: Mapping[str, Any], texts_max: int | None) -> dict[str, Any]:
+        return {"input": _prompts("input", fields.get("input"), texts_max, cls.texts_limit)}
 
     def check_dimensions(self, found: int) -> None:
         """Refuse `dimensions` other than the length of the model's vectors."""

@@ -249,13 +249,17 @@ class Completions(GenerationEndpoint):
         return body, ports, [prompt_inputs(ports, one) for one in body.prompt]
 
 
-def prompt_inputs(ports: TextPorts, prompt: str | list[int]) -> dict[str, Any]:
-    """Return the inputs of a prompt: its text, or its token ids for an llm step."""
+def prompt_inputs(
+    ports: TextPorts, prompt: str | list[int], field: str = "prompt", wanted: str = "template"
+) -> dict[str, Any]:
+    """Return the inputs of a prompt: its text, or its token ids for a step that reads them."""
     if isinstance(prompt, str):
         return {ports.prompt: prompt}
-    if ports.template is None:
-        raise unsupported("prompt", "token ids need an input `template: json` of the model; send text, or add one")
-    return {ports.prompt: "", ports.template: {"tokens": prompt}}
+    if ports.tokens is not None:
+        return {ports.prompt: "", ports.tokens: prompt}
+    if ports.template is not None:
+        return {ports.prompt: "", ports.template: {"tokens": prompt}}
+    raise unsupported(field, f"token ids need an input `{wanted}: json` of the model; send text, or add one")
 
 
 class Tokenize(Endpoint):
@@ -398,10 +402,11 @@ class Embeddings(Endpoint):
         common = tenant_of(request, ports) | overflow_of(body, ports)
         wanted = [name for name in (ports.output, ports.usage) if name]
         asks = [
-            self._ask(request, body.model, {ports.prompt: one} | common, wanted, body.priority) for one in body.input
+            self._ask(request, body.model, prompt_inputs(ports, one, "input", "tokens") | common, wanted, body.priority)
+            for one in body.input
         ]
         caller_of(request).spend(len(asks) - 1)
-        with body.naming_truncation():
+        with body.naming_fields():
             answers = await self._outputs_of(request, asks, "input" if len(asks) > 1 else "")
         usage = sum((usage_of(outputs.get(ports.usage or "")) for outputs in answers), Usage())
         for outputs in answers:
@@ -451,7 +456,7 @@ class Rerank(Endpoint):
         wanted = [name for name in (ports.output, ports.usage) if name]
         ask = self._ask(request, body.model, inputs, wanted, body.priority)
         caller_of(request).spend(len(body.documents) - 1)
-        with body.naming_truncation():
+        with body.naming_fields():
             [outputs] = await self._outputs_of(request, [ask])
         return json_response(
             {
@@ -478,7 +483,7 @@ class Score(Endpoint):
             for one, others in pairs
         ]
         caller_of(request).spend(sum(len(others) for _, others in pairs) - 1)
-        with body.naming_truncation():
+        with body.naming_fields():
             answers = await self._outputs_of(request, asks)
         scores: list[float] = []
         for (_, others), outputs in zip(pairs, answers, strict=True):

@@ -19,7 +19,7 @@ optional list `images`, as an llm step has, pictures stay in the messages.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.model_info import ModelInfo, PortInfo
@@ -69,10 +69,14 @@ class ChatPorts(AnswerPorts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPorts(AnswerPorts):
-    """Ports of a model that completes, or embeds, a text. overflow: input with the rule for longer texts."""
+    """Ports of a model that completes, or embeds, a text.
+
+    overflow: input with the rule for longer texts. tokens: input with token ids in place of a text to embed.
+    """
 
     prompt: str
     overflow: str | None = None
+    tokens: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,8 @@ def completion_ports(info: ModelInfo) -> TextPorts:
 
 def embedding_ports(info: ModelInfo) -> TextPorts:
     """Return the ports for texts to embed; HttpError if the model has no embedding."""
-    return _text_ports(info, "embed", _vector_output(info, "embed", "embedding"))
+    ports = _text_ports(info, "embed", _vector_output(info, "embed", "embedding"), "tokens")
+    return replace(ports, tokens=_input(info, "tokens", "json"))
 
 
 def vector_length(info: ModelInfo, output: str) -> int | None:
@@ -212,11 +217,12 @@ def speech_ports(info: ModelInfo) -> SpeechPorts:
     return SpeechPorts(text, audio[0], speed, voice)
 
 
-def _text_ports(info: ModelInfo, task: str, output: str) -> TextPorts:
+def _text_ports(info: ModelInfo, task: str, output: str, *more: str) -> TextPorts:
+    """Return the ports for a text; HttpError if the model has none, or an input beside them and `more` is required."""
     prompt = _text_input(info)
     if prompt is None:
         raise _cannot(info, task, "it has no text input `prompt`, and no other that is its only one")
-    _check_rest(info, task, {prompt, *COMMON_INPUTS, "overflow"})
+    _check_rest(info, task, {prompt, *COMMON_INPUTS, "overflow", *more})
     return TextPorts(
         output=output,
         sampling=_input(info, "sampling", "json"),

@@ -40,6 +40,10 @@ async def embeds(ask: Ask) -> dict[str, Any]:
         await asyncio.sleep(60)
     first = float(text) if text in ("nan", "-inf") else len(text)
     vector = np.array([first, 0.5, -1.0], np.float32)
+    if "tokens" in ask.inputs:
+        if max(ask.inputs["tokens"]) > 99:
+            raise InputError("tokens: found 100 at 0", param="tokens")
+        return {"embedding": np.array(ask.inputs["tokens"], np.float32), "usage": {"prompt_tokens": 3}}
     if "overflow" not in ask.inputs:
         return {"embedding": vector, "usage": {"prompt_tokens": 4}}
     if ask.inputs["overflow"] == "error":
@@ -84,6 +88,10 @@ RANK_INPUTS = {"query": "text", "passages": "list[text]"}
 MODELS = {
     "text": chatting(echoes, "text"),
     "embed": (info("embed", {"text": "text"}, {"embedding": "float32[3]", "usage": "json"}), embeds),
+    "ids": (
+        info("ids", {"text": "text", "tokens": "json?"}, {"embedding": "float32[3]", "usage": "json"}),
+        embeds,
+    ),
     "cutting": (
         info("cutting", {"text": "text", "overflow": "json?"}, {"embedding": "float32[3]", "usage": "json"}),
         embeds,
@@ -213,6 +221,20 @@ def test_embeddings_come_in_order_in_both_encodings(client: openai.OpenAI, endpo
     assert plain.data[0].embedding == [3.0, 0.5, -1.0]
 
 
+def test_token_ids_are_embedded_beside_texts(client: openai.OpenAI, backend: Functions) -> None:
+    for given, found in (([7, 8, 9], [[7, 8, 9]]), ([[7, 8, 9], [1, 2, 3]], [[7, 8, 9], [1, 2, 3]])):
+        response = client.embeddings.create(model="ids", input=given)
+        assert [one.embedding for one in response.data] == found
+        assert backend.asked[-1].inputs == {"text": "", "tokens": found[-1]}
+    mixed: Any = ["ab", [7, 8, 9]]
+    assert [one.embedding[0] for one in client.embeddings.create(model="ids", input=mixed).data] == [2, 7]
+    with pytest.raises(openai.BadRequestError, match=r"input\[1\]: tokens: found 100") as caught:
+        client.embeddings.create(model="ids", input=[[1, 2, 3], [100, 2, 3]])
+    assert caught.value.param == "input"
+    with pytest.raises(openai.BadRequestError, match="token ids need an input `tokens: json` of the model"):
+        client.embeddings.create(model="embed", input=[[1, 2, 3]])
+
+
 @pytest.mark.parametrize(
     ("fields", "overflow"),
     [
@@ -254,6 +276,9 @@ def test_one_bad_text_fails_the_request_and_stops_the_others(client: openai.Open
     ("body", "param"),
     [
         ({"input": [1]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": []}, "input"),
         ({"input": "a", "dimensions": 2}, "dimensions"),
         ({"input": "a", "dimensions": 2, "model": "any-length"}, "dimensions"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
