@@ -39,12 +39,14 @@ demo: setup  ## answer a spoken question about a picture with the bundled models
 setup-slow: setup  ## install what only the slow tests need: Debian packages (as root), npm packages, perf_analyzer
 	@for tool in $(SLOW_TOOLS); do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
 		test -z "$$missing" || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }
-	@test -d build/npm/node_modules/@ai-sdk/openai || \
+	@test -d build/npm/node_modules/@ai-sdk/openai -a -d build/npm/node_modules/@ai-sdk/openai-compatible || \
 		npm install --silent --no-audit --no-fund --prefix build/npm openai@6 @grpc/grpc-js@1 \
-			ai@7.0.173 @ai-sdk/openai@4.0.118 zod@4.6.7
+			ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7
 	@test -d build/agents/agents || $(RUN) -m pip install -q --disable-pip-version-check --no-deps --target build/agents \
 		openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 PyJWT==2.15.1 sse-starlette==3.7.0 \
 		websockets==16.1.1
+	@test -x build/frameworks/bin/pydantic-ai || { $(RUN) -m venv build/frameworks && build/frameworks/bin/python -m pip \
+		install -q --disable-pip-version-check --no-deps -r tests/engine/serving/openai/frameworks/requirements.txt; }
 	@test -d build/generator/openapi_python_client || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
 		--target build/generator openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 	@test -d build/langchain/langchain_anthropic || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \

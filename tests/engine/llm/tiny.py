@@ -154,11 +154,12 @@ def tokenizer(added: Sequence[str] = ("<think>",)) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save(folder: Path, words: PreTrainedTokenizerFast | None = None) -> Path:
+def save(folder: Path, words: PreTrainedTokenizerFast | None = None, tokens_max: int = 512) -> Path:
     """Write a tiny llama with the tokenizer to `folder`, as a user would have it; returns the folder."""
     torch.manual_seed(5)
     words = words or tokenizer()
     sizes = {**_SIZES, "vocab_size": len(words), "eos_token_id": words.eos_token_id}
+    sizes["max_position_embeddings"] = tokens_max
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
     model.save_pretrained(folder)
     words.save_pretrained(folder)

@@ -67,7 +67,7 @@ def hosted(
             server = HttpServer(full, served, gate or Gate(None, full.limits), memory, figures=figures)
             return Hosted(server, asyncio.get_running_loop(), await server.start())
 
-        found = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        found = asyncio.run_coroutine_threadsafe(start(), loop).result(200)
         try:
             yield found
         finally:
