@@ -45,7 +45,7 @@ setup-slow: setup  ## install what only the slow tests need: Debian packages (as
 	@test -d build/agents/agents || $(RUN) -m pip install -q --disable-pip-version-check --no-deps --target build/agents \
 		openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 PyJWT==2.15.1 sse-starlette==3.7.0 \
 		websockets==16.1.1
-	@test -x build/frameworks/bin/pydantic-ai || { $(RUN) -m venv build/frameworks && build/frameworks/bin/python -m pip \
+	@test -x build/frameworks/bin/litellm || { $(RUN) -m venv build/frameworks && build/frameworks/bin/python -m pip \
 		install -q --disable-pip-version-check --no-deps -r tests/engine/serving/openai/frameworks/requirements.txt; }
 	@test -d build/generator/openapi_python_client || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
 		--target build/generator openapi-python-client==0.29.1 ruamel.yaml==0.19.1
