@@ -41,6 +41,14 @@ steps:
 outputs: {{embedding: embed.embedding, usage: embed.usage}}
 """
 PYTHON_SCRIPTS = ("litellm", "langchain", "instructor", "pydantic_ai")
+COMPLETE = """
+weftline: 1
+name: complete
+inputs: {prompt: text, template: {type: json, optional: true}, sampling: {type: json, optional: true}}
+steps:
+  answer: {node: llm, model: chat, kv_bytes: 16777216, inputs: {prompt: prompt, template: template, sampling: sampling}}
+outputs: {text: answer.text, usage: answer.usage, answers: answer.answers}
+"""
 TOKENS = {"any": ""} | {f"limited-{name}": ", requests_per_s: 0.001, burst: 1" for name in PYTHON_SCRIPTS}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -56,11 +64,12 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     (folder / "calls.yaml").write_text(CHAT.format(name="calls"))
     (folder / "chat").symlink_to(ROOT / "examples/models/shapes-chat")
     (folder / "chat.yaml").write_text(CHAT.format(name="chat"))
+    (folder / "complete.yaml").write_text(COMPLETE)
     (folder / "embed.yaml").write_text(EMBED)
     with Repository() as repository:
 
         async def open_backend() -> LocalBackend:
-            served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "chat", "embed")}
+            served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "chat", "complete", "embed")}
             backend = LocalBackend(repository, served)
             await backend.open()
             return backend

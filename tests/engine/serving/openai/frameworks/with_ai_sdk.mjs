@@ -23,6 +23,10 @@ assert.equal(pieces.join(""), answer);
 assert.ok(pieces.length > 2);
 assert.equal((await streamed.usage).outputTokens, whole.usage.outputTokens);
 
+const text = { ...asked, temperature: 0, maxOutputTokens: 5, prompt };
+const completed = await generateText({ ...text, model: provider.completionModel("complete") });
+assert.equal(await streamText({ ...text, model: provider.completionModel("complete") }).text, completed.text);
+
 const weather = tool({
   description: "The weather of a day.",
   inputSchema: z.object({ rain: z.boolean() }),

@@ -5,7 +5,7 @@ import sys
 import instructor
 import openai
 from instructor.core.exceptions import IncompleteOutputException
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 URL, TOKEN = sys.argv[1:3]
 HI = [{"role": "user", "content": "Will it rain?"}]
@@ -14,6 +14,18 @@ HI = [{"role": "user", "content": "Will it rain?"}]
 class Weather(BaseModel, extra="forbid"):
     rain: bool
     wind: bool
+
+
+tries = []
+
+
+class SecondTry(Weather):
+    @model_validator(mode="after")
+    def refuse_first(self) -> "SecondTry":
+        tries.append(self)
+        if len(tries) % 2:
+            raise ValueError("again")
+        return self
 
 
 class Anything(BaseModel, extra="allow"):
@@ -26,6 +38,9 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mod
     made = instructor.from_openai(client, mode=mode)
     found, raw = made.chat.completions.create_with_completion(response_model=Weather, **asked)
     assert isinstance(found, Weather) and raw.usage.completion_tokens > 2, (mode, raw)
+    again = asked | {"max_retries": 1}  # the second request has the refused answer as history
+    found, raw = made.chat.completions.create_with_completion(response_model=SecondTry, **again)
+    assert isinstance(found, SecondTry) and len(tries) % 2 == 0, (mode, tries)
     pieces = list(made.chat.completions.create_partial(response_model=Weather, **asked))
     assert isinstance(pieces[-1].rain, bool) and isinstance(pieces[-1].wind, bool), (mode, pieces[-1:])
 made = instructor.from_openai(client, mode=instructor.Mode.JSON)

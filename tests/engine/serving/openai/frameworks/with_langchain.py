@@ -6,7 +6,7 @@ import openai
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 URL, TOKEN, LIMITED = sys.argv[1:4]
@@ -54,6 +54,9 @@ assert chat.batch([HI, HI])[1].content == ANSWER
 assert chat.invoke([HumanMessage([{"type": "text", "text": HI}])]).content == ANSWER
 assert model("gpt-4o").get_num_tokens("two red circles") > 1
 assert model("gpt-4o").get_num_tokens_from_messages([HumanMessage(HI)]) > 10
+
+complete = OpenAI(model="complete", base_url=f"{URL}/v1", api_key=TOKEN, max_retries=0, max_tokens=5, temperature=0)
+assert complete.invoke("The photo") == "".join(complete.stream("The photo"))
 
 calls = model("calls", temperature=1, seed=3)
 for choice in ("any", "forecast", "required"):

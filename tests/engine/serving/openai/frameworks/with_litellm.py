@@ -61,6 +61,18 @@ for stream in (False, True):
     raised(litellm.NotFoundError, model="nope", stream=stream)
     raised(litellm.AuthenticationError, model="chat", api_key="wrong", stream=stream)
     raised(litellm.BadRequestError, model="chat", temperature=-3, stream=stream)
+server = {"api_base": f"{URL}/v1", "api_key": TOKEN}
+for work, given in (
+    (litellm.text_completion, {"model": "text-completion-openai/complete", "prompt": long[0]["content"]}),
+    (litellm.embedding, {"model": "openai/embed", "input": long[0]["content"]}),
+):
+    try:
+        work(**given, **server)
+    except litellm.ContextWindowExceededError:
+        continue
+    raise AssertionError(f"no error of {given['model']}")
+completed = litellm.text_completion(model="text-completion-openai/complete", prompt="The", max_tokens=3, **server)
+assert completed.choices[0].text, completed
 ask("chat", api_key=LIMITED, max_tokens=1)
 raised(litellm.RateLimitError, model="chat", api_key=LIMITED, max_tokens=1)
 

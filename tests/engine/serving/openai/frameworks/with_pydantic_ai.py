@@ -5,7 +5,7 @@ import sys
 
 from openai import AsyncOpenAI
 from pydantic import BaseModel
-from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput, UsageLimitExceeded, UsageLimits
+from pydantic_ai import Agent, ModelHTTPError, ModelRetry, NativeOutput, ToolOutput, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -38,6 +38,18 @@ async def main() -> None:
         assert isinstance(found.output, Weather), found
         async with agent.run_stream("Will it rain?") as stream:
             assert isinstance(await stream.get_output(), Weather)
+
+    refused = []
+    agent = Agent(model("calls"), output_type=ToolOutput(Weather), retries=3)
+
+    @agent.output_validator
+    def refuse_first(output: Weather) -> Weather:
+        refused.append(output)
+        if len(refused) == 1:
+            raise ModelRetry("again")
+        return output
+
+    assert isinstance((await agent.run("Will it rain?")).output, Weather) and len(refused) == 2
 
     called = []
     agent = Agent(model("calls"), output_type=ToolOutput(Weather), retries=3)
