@@ -47,6 +47,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _objects_of_earlier_files_are_frozen() -> None:
+    """Leave what earlier files have left out of later collections of garbage, which some tests make for each case."""
+    gc.collect()
+    gc.freeze()
+
+
 class MissingTools:
     """Collects the skips of a run that a missing tool caused, and fails the run when there are any."""
 
