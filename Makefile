@@ -42,17 +42,10 @@ setup-slow: setup  ## install what only the slow tests need: Debian packages (as
 	@test -d build/npm/node_modules/@ai-sdk/openai -a -d build/npm/node_modules/@ai-sdk/openai-compatible || \
 		npm install --silent --no-audit --no-fund --prefix build/npm openai@6 @grpc/grpc-js@1 \
 			ai@7.0.173 @ai-sdk/openai@4.0.118 @ai-sdk/openai-compatible@3.0.92 zod@4.6.7
-	@test -d build/agents/agents || $(RUN) -m pip install -q --disable-pip-version-check --no-deps --target build/agents \
-		openai-agents==0.24.0 griffelib==2.4.1 mcp==2.3.0 mcp-types==2.3.0 PyJWT==2.15.1 sse-starlette==3.7.0 \
-		websockets==16.1.1
 	@test -x build/frameworks/bin/litellm || { $(RUN) -m venv build/frameworks && build/frameworks/bin/python -m pip \
 		install -q --disable-pip-version-check --no-deps -r tests/engine/serving/openai/frameworks/requirements.txt; }
 	@test -d build/generator/openapi_python_client || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
 		--target build/generator openapi-python-client==0.29.1 ruamel.yaml==0.19.1
-	@test -d build/langchain/langchain_anthropic || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
-		--target build/langchain langchain-anthropic==1.7.7 langchain-core==1.7.2 langchain-protocol==0.0.20 \
-		langsmith==0.15.1 jsonpatch==1.48 jsonpointer==3.12 tenacity==9.2.1 uuid-utils==0.19.0 orjson==3.13.0 \
-		requests-toolbelt==1.0.0 zstandard==0.25.0 distro==1.9.0
 	@test -d build/validators/kubernetes_validate || $(RUN) -m pip install -q --disable-pip-version-check --no-deps \
 		--target build/validators check-jsonschema==0.39.0 kubernetes-validate==1.37.0 regress==2026.9.1 \
 		ruamel.yaml==0.19.1 importlib_resources==7.1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ WEATHER: Any = {"name": "weather", "input_schema": SCHEMA, "strict": True}
 TOOLS: Any = [WEATHER, {"name": "stop", "input_schema": {"type": "object"}}]
 NAMED: Any = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
 SAID: Any = [{"role": "user", "content": "Will it rain?"}]
-LANGCHAIN = Path(__file__).parents[4] / "build/langchain"
+FRAMEWORKS = Path(__file__).parents[4] / "build/frameworks/bin/python"
 
 pytestmark = pytest.mark.slow
 __all__ = ["words"]
@@ -166,12 +165,12 @@ def test_the_field_that_the_step_refuses_is_named(
 
 
 def test_langchain_chats_streams_calls_and_thinks(endpoint: Hosted) -> None:
-    if not (LANGCHAIN / "langchain_anthropic").is_dir():
-        pytest.skip("langchain-anthropic is not installed: make setup-slow")
+    if not FRAMEWORKS.exists():
+        pytest.skip("build/frameworks is not installed: make setup-slow")
     script = Path(__file__).parent / "langchain_script.py"
-    paths = os.environ | {"PYTHONPATH": str(LANGCHAIN), "LANGSMITH_TRACING": "false"}
+    settings = os.environ | {"LANGSMITH_TRACING": "false"}
     ended = subprocess.run(
-        [sys.executable, script, endpoint.url], env=paths, capture_output=True, text=True, timeout=100, check=False
+        [FRAMEWORKS, script, endpoint.url], env=settings, capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = json.loads(ended.stdout)

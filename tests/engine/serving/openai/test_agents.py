@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.engine.serving.openai.test_tool_calls import CHAT, SCHEMA, SWITCH, TE
 from weftline.engine.serving.config import ServedPipeline
 
 BUILD = Path(__file__).resolve().parents[4] / "build"
+FRAMEWORKS = BUILD / "frameworks/bin/python"
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
 FORCED: Any = {"type": "function", "name": "weather"}
 pytestmark = pytest.mark.slow
@@ -123,11 +123,10 @@ def run(command: list[str], **environment: str) -> dict[str, Any]:
 
 
 def test_an_agent_of_openai_calls_its_tool_and_goes_on(endpoint: Hosted, tmp_path: Path) -> None:
-    if not (BUILD / "agents/agents").is_dir():
-        pytest.skip("openai-agents is not installed: make setup-slow")
+    if not FRAMEWORKS.exists():
+        pytest.skip("build/frameworks is not installed: make setup-slow")
     (tmp_path / "agent.py").write_text(AGENT)
-    command = [sys.executable, str(tmp_path / "agent.py"), f"{endpoint.url}/v1", "calls"]
-    found = run(command, PYTHONPATH=str(BUILD / "agents"))
+    found = run([str(FRAMEWORKS), str(tmp_path / "agent.py"), f"{endpoint.url}/v1", "calls"])
     assert len(found["called"]) == 2
     assert all(unit in ("C", "F") and days in (1, 2, 3) for unit, days in found["called"])
     first, second = found["kinds"]
