@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from weftline.engine.serving.anthropic.blocks import BLOCKS, OPTIONS
@@ -190,23 +191,26 @@ def _call(where: str, block: Mapping[str, Any]) -> dict[str, Any]:
 def _joined(turns: Sequence[Turn]) -> list[Turn]:
     """Return turns in which consecutive messages of a user, or of an assistant, are one."""
     joined: list[Turn] = []
-    for turn in turns:
-        last = joined[-1] if joined else None
-        if last is not None and last.message["role"] == turn.message["role"] in ("user", "assistant"):
-            joined[-1] = _both(last, turn)
-        else:
-            joined.append(turn)
+    for role, group in groupby(turns, key=lambda turn: turn.message["role"]):
+        same = list(group)
+        joined += [_merged(same)] if len(same) > 1 and role in ("user", "assistant") else same
     return joined
 
 
-def _both(one: Turn, other: Turn) -> Turn:
-    first, second = one.message, other.message
-    between = {"type": "text", "text": BETWEEN_MESSAGES}
-    texts = [part["type"] == "text" for part in (*first["content"][-1:], *second["content"][:1])]
-    apart = [between] if texts == [True, True] else []
-    message = first | {"content": [*first["content"], *apart, *second["content"]]}
-    if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
+def _merged(turns: Sequence[Turn]) -> Turn:
+    """Return messages of one role as one. Each text is copied once: there may be many messages after a long one."""
+    content: list[dict[str, Any]] = []
+    parts: list[str] = []
+    for turn in turns:
+        more = turn.message["content"]
+        if content and more and content[-1]["type"] == more[0]["type"] == "text":
+            content.append({"type": "text", "text": BETWEEN_MESSAGES})
+            parts.append(turns[0].where)
+        content += more
+        parts += turn.parts
+    message = turns[0].message | {"content": content}
+    if calls := [call for turn in turns for call in turn.message.get("tool_calls", ())]:
         message["tool_calls"] = calls
-    if thoughts := first.get("reasoning_content", "") + second.get("reasoning_content", ""):
+    if thoughts := "".join(turn.message.get("reasoning_content", "") for turn in turns):
         message["reasoning_content"] = thoughts
-    return Turn(message, one.where, (*one.parts, *(one.where for _ in apart), *other.parts))
+    return Turn(message, turns[0].where, tuple(parts))

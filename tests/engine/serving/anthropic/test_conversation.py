@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,17 @@ def test_consecutive_messages_of_a_role_are_one() -> None:
     assert [one["id"] for one in assistant["tool_calls"]] == ["1", "2"]
     assert [one["tool_call_id"] for one in results] == ["1", "2"]
     assert last == {"role": "user", "content": "e\n\nf"}
+
+
+def test_a_long_message_before_many_is_copied_once() -> None:
+    thought, parts = "x" * 10_000_000, [text("a")] * 20_000
+    long = [{"type": "thinking", "thinking": thought}, *parts]
+    more = [{"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, text("c")]}] * 1000
+    began = time.process_time()
+    [turn] = turns_of([{"role": "assistant", "content": long}, *more])
+    assert time.process_time() - began < 0.5
+    assert turn.message["reasoning_content"] == thought + "b" * 1000
+    assert len(turn.message["content"]) == len(turn.parts) == 22_000
 
 
 def test_pictures_of_a_result_move_to_the_next_user_message() -> None:
