@@ -187,7 +187,7 @@ def _whole_members(text: str) -> tuple[str, str]:
     That is all of a text whose brackets are closed, also where something else follows.
     """
     stack: list[str] = []
-    end, closing, in_text, escaped = 0, "", False, False
+    end, in_text, escaped = 0, False, False
     for place, char in enumerate(text):
         if in_text:
             in_text, escaped = escaped or char != '"', not escaped and char == "\\"
@@ -198,7 +198,7 @@ def _whole_members(text: str) -> tuple[str, str]:
                 stack.append(_CLOSING[char])
             elif char != ",":
                 stack.pop()
-            end, closing = place + (char != ","), "".join(reversed(stack))
+            end = place + (char != ",")
             if not stack:
                 return text, ""
-    return text[:end], closing
+    return text[:end], "".join(reversed(stack))

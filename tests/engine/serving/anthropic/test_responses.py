@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import hypothesis.strategies as st
@@ -31,6 +32,13 @@ def test_arguments_that_were_cut_keep_their_whole_members(value: dict[str, Any],
     kept, read = read_arguments(call(text[: data.draw(st.integers(1, len(text)))]))
     assert text.startswith(kept)
     assert from_json(kept.encode(), partial_mode=True) == read, "as the stock client reads a stream"
+
+
+def test_arguments_of_many_brackets_are_read_in_one_pass() -> None:
+    text = '{"a": ' + "[" * 20_000
+    began = time.process_time()
+    assert read_arguments(call(text))[1] == {"arguments": text}
+    assert time.process_time() - began < 0.3
 
 
 @pytest.mark.parametrize(
