@@ -119,7 +119,7 @@ class Responses(PromptEndpoint):
     def _keep(self, turn: _Turn, response: Event) -> bytes:
         """Store a finished response, unless the request is against it; return it as JSON.
 
-        One that is larger than the store is returned with `store: false`.
+        One that the store does not keep is returned with `store: false`.
         """
         if not response["store"]:
             return msgspec.json.encode(response)
@@ -219,7 +219,7 @@ class Responses(PromptEndpoint):
         order, limit = query.get("order", "desc"), query.get("limit", str(ITEMS_SHOWN))
         if order not in ("asc", "desc"):
             raise HttpError("order: expected asc or desc", param="order")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= ITEMS_SHOWN_MAX):
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_SHOWN_MAX):
             raise HttpError(f"limit: expected a whole number from 1 to {ITEMS_SHOWN_MAX}", param="limit")
         items = items if order == "asc" else items[::-1]
         ids = [one["id"] for one in items]

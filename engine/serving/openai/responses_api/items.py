@@ -50,10 +50,13 @@ def read_items(value: object, known: Mapping[str, Mapping[str, Any]]) -> list[di
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > ITEMS_MAX:
         raise HttpError(f"input: expected a text, or a list of at most {ITEMS_MAX} items", param=PARAM)
-    return [_read_item(f"input[{place}]", one, known) for place, one in enumerate(value)]
+    referenced: set[str] = set()
+    return [_read_item(f"input[{place}]", one, known, referenced) for place, one in enumerate(value)]
 
 
-def _read_item(where: str, item: object, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _read_item(
+    where: str, item: object, known: Mapping[str, Mapping[str, Any]], referenced: set[str]
+) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise _wrong(where, "an item, such as {role, content}")
     kind = _type_of(item)
@@ -61,11 +64,11 @@ def _read_item(where: str, item: object, known: Mapping[str, Mapping[str, Any]])
         found = f"found {kind!r:.60}" if isinstance(kind, str) else "found none"
         raise unsupported(PARAM, f"{where}.type: {found}, supported are {', '.join(ITEM_TYPES)}")
     if kind == "item_reference":
-        return _referenced(where, item.get("id"), known)
+        return _referenced(where, item.get("id"), known, referenced)
     read = _READERS[kind](where, item)
     id = item.get("id")
-    if id is not None and (not isinstance(id, str) or not 0 < len(id) <= ID_CHARS_MAX):
-        raise _wrong(f"{where}.id", f"a text of 1 to {ID_CHARS_MAX} characters")
+    if id is not None and not (isinstance(id, str) and id.isascii() and 0 < len(id) <= ID_CHARS_MAX):
+        raise _wrong(f"{where}.id", f"a text of 1 to {ID_CHARS_MAX} ASCII characters")
     return {"id": id or new_id(_PREFIXES[kind]), "type": kind, **read}
 
 
@@ -76,11 +79,16 @@ def _type_of(item: Mapping[str, Any]) -> object:
     return "message" if "role" in item else "item_reference" if isinstance(item.get("id"), str) else None
 
 
-def _referenced(where: str, id: object, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _referenced(where: str, id: object, known: Mapping[str, Mapping[str, Any]], referenced: set[str]) -> dict[str, Any]:
+    """Return the item of an id. referenced: ids so far: a large item that is repeated would become a huge request."""
     found = known.get(id) if isinstance(id, str) else None
-    if found is None:
+    if not isinstance(id, str) or found is None:
         message = f"{where}: Item with id {id!r:.80} not found; send the item itself, or keep its response with store"
         raise HttpError(message, code=404, param=PARAM)
+    if id in referenced:
+        twice = f"{where}: found item {id!r:.80} a second time, expected each item once; leave it out"
+        raise HttpError(twice, param=PARAM)
+    referenced.add(id)
     return dict(found)
 
 

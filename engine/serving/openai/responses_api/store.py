@@ -96,7 +96,7 @@ class ResponseStore:
         return self.on and sum(one.size_bytes for one in response.conversation()) <= self._bytes_max
 
     def put(self, caller: str, response: StoredResponse, now_s: float) -> bool:
-        """Keep a response, and evict others for it; False if it is larger than the store."""
+        """Keep a response, and evict others for it; False if it is larger than the store or than its caller's share."""
         self.expire(now_s)
         if not self.fits(response):
             return False
@@ -108,7 +108,7 @@ class ResponseStore:
             self._evict_oldest(max(self._shares, key=lambda one: len(self._shares[one].kept)))
         while self.size_bytes > self._bytes_max:
             self._evict_oldest(max(self._shares, key=lambda one: self._shares[one].bytes))
-        return True
+        return response.id in share.kept
 
     def get(self, caller: str, id: str, now_s: float) -> StoredResponse | None:
         """Return a response of a caller, which counts as its use; None if the caller has none of that id."""

@@ -52,6 +52,13 @@ def test_a_caller_evicts_its_own_responses_first() -> None:
         assert len(kept) == 5
 
 
+def test_a_response_that_is_evicted_at_once_is_not_kept() -> None:
+    kept = store(bytes_max=10 * SIZE)
+    assert kept.put("bob", response("b", 3 * SIZE), 0)
+    assert not kept.put("ann", response("a", 6 * SIZE), 0)
+    assert kept.get("ann", "a", 0) is None and kept.get("bob", "b", 0) is not None
+
+
 def test_a_response_ends_some_time_after_its_last_use() -> None:
     kept = store(age_max_s=10)
     kept.put("ann", response("a"), 0)
@@ -129,13 +136,14 @@ def test_bounds_hold_and_sizes_are_those_of_what_is_kept(actions: list[tuple[str
         assert kept.size_bytes == sum(one.size_bytes for one in reachable) <= 12_000 and len(kept) <= 6
 
 
-def test_its_memory_is_what_it_counts() -> None:
+@pytest.mark.parametrize("end", ["", "a" * 200])
+def test_its_memory_is_what_it_counts(end: str) -> None:
     kept = store(bytes_max=1 << 30, responses_max=10_000)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
         for n in range(2000):
-            ids = tuple(f"msg_{n:024x}_{at:024x}" for at in range(4))
+            ids = tuple(f"msg_{n:024x}_{at:024x}{end}" for at in range(4))
             kept.put("ann", StoredResponse(f"resp_{n:048x}", bytes(500), bytes(500), ids), 0)
         used, _ = tracemalloc.get_traced_memory()
     finally:

@@ -351,8 +351,18 @@ def test_a_reference_stands_for_an_item_of_an_earlier_response(endpoint: Hosted,
     turn = {"role": "assistant", "content": "", "reasoning_content": "hm, hm", "tool_calls": CALLS}
     assert backend.asked[-1].inputs["messages"][1] == turn
     assert create(endpoint, input="rain", previous_response_id=found["id"])["status"] == "completed"
+    error = create(endpoint, input=[{"role": "user", "content": "hi", "id": "\u00e9"}], code=400)
+    assert error["message"] == "input[0].id: expected a text of 1 to 256 ASCII characters"
     error = create(endpoint, input=[{"type": "item_reference", "id": "fc_0"}], code=404)
     assert error["param"] == "input" and "Item with id 'fc_0' not found" in error["message"]
+
+
+def test_an_item_is_referred_to_once_in_a_request(endpoint: Hosted) -> None:
+    item = create(endpoint, input="a" * 100_000)["output"][0]["id"]
+    references = [{"type": "item_reference", "id": item}, {"role": "user", "content": "hi"}, {"id": item}]
+    error = create(endpoint, input=references, code=400)
+    message = f"input[2]: found item {item!r} a second time, expected each item once; leave it out"
+    assert (error["message"], error["param"]) == (message, "input")
 
 
 def test_a_stored_response_is_returned_listed_and_deleted(client: openai.OpenAI, endpoint: Hosted) -> None:
@@ -373,6 +383,9 @@ def test_a_stored_response_is_returned_listed_and_deleted(client: openai.OpenAI,
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
+_LIMITS = [{"limit": limit} for limit in (0, 101, "0000000011", "1" * 5000, "000000001" + "9" * 5000, "\u0661", "-1")]
+
+
 def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
     texts: Any = [{"role": "user", "content": str(n)} for n in range(5)]
     id = client.responses.create(model="chat", input=texts).id
@@ -381,7 +394,7 @@ def test_input_items_come_in_pages(client: openai.OpenAI) -> None:
     assert [one.to_dict()["content"][0]["text"] for one in client.responses.input_items.list(id, order="asc")] == list(  # type: ignore[index]
         "01234"
     )
-    for query in ({"limit": 0}, {"limit": 101}, {"after": "msg_0"}, {"order": "up"}):
+    for query in (*_LIMITS, {"after": "msg_0"}, {"order": "up"}):
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.input_items.list(id, **query)  # type: ignore[arg-type]
         assert refused.value.param == next(iter(query))
