@@ -26,6 +26,9 @@ from weftline.engine.serving.threads import finish_in_thread
 from weftline.errors import LimitReached
 from weftline.nodes.strict_json import loads
 
+BODY = "weftline.body"
+"""Scope key of the Body."""
+
 WAIT_S = 10.0
 """Longest wait of an unread body for room in the budget; half of `limits.header_s` if that is less."""
 
@@ -49,7 +52,7 @@ class Body:
 
     A body of up to FREE_BYTES is not counted. A larger one waits unread until `budget` has room for it and for its
     decompressed form, fair by `caller`; `100-continue` is sent only then. It is refused (429) after WAIT_S without
-    room. While others wait, a body slower than BODY_BYTES_S is refused (408).
+    room. While others wait, a body slower than BODY_BYTES_S is refused (408). `hold` counts what the request adds.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Body:
         self._announced = length is not None
         self._plain = headers.get("content-encoding", "identity").strip().lower() == "identity"
         self._held = 0
+        self._more: list[int] = []
         self._since_s = 0.0
         self._seen = 0
         self._whole = False
@@ -73,7 +77,8 @@ class Body:
         if self._whole:
             return await self._receive()
         if not self._held and self._charge > FREE_BYTES and (self._announced or self._seen > FREE_BYTES):
-            await self._take()
+            self._held = await self._room(self._charge)
+            self._since_s = asyncio.get_running_loop().time()
         message = await self._next()
         self._seen += len(message.get("body", b""))
         if self._seen > self._limits.message_bytes_max:
@@ -90,16 +95,23 @@ class Body:
         if self._held:
             self._budget.give_back(self._held, self._caller)
             self._held = 0
+        while self._more:
+            self._budget.give_back(self._more.pop(), self._caller)
 
-    async def _take(self) -> None:
+    async def hold(self, size_bytes: int) -> None:
+        """Wait for room for stored values that a request refers to, counted as a body; LimitReached without room."""
+        size = min(size_bytes, self._budget.bytes_max - self._held - sum(self._more))
+        if size > FREE_BYTES:
+            self._more.append(await self._room(size))
+
+    async def _room(self, size_bytes: int) -> int:
         wait_s = min(WAIT_S, self._limits.header_s / 2)
         try:
-            self._held = await self._budget.enter(self._charge, self._caller).wait_async(wait_s)
+            return await self._budget.enter(size_bytes, self._caller).wait_async(wait_s)
         except TimeoutError:
             most = self._budget.bytes_max
             found = f"bodies of other requests take up limits.inflight_bytes_max, which is {most}"
             raise LimitReached(found, RETRY_S) from None
-        self._since_s = asyncio.get_running_loop().time()
 
     async def _next(self) -> Message:
         while True:
@@ -132,6 +144,12 @@ def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
     if headers.get("content-encoding", "identity").strip().lower() == "identity":
         return size
     return size + min(size * DEFLATE_RATIO, limits.message_bytes_max)
+
+
+async def hold_bytes(request: Request, size_bytes: int) -> None:
+    """Count stored values that a request refers to against the budget of bodies, until its end; see `Body.hold`."""
+    body: Body = request.scope[BODY]
+    await body.hold(size_bytes)
 
 
 async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memoryview:

@@ -34,7 +34,7 @@ from weftline.engine.serving.auth.gate import Caller, Gate
 from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, OPEN
 from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
-from weftline.engine.serving.http.body import Body
+from weftline.engine.serving.http.body import BODY, Body
 from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
 from weftline.engine.serving.http.context import REQUEST_ID, ROOM, SPAN, HttpContext, HttpRoom, shown_id
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
@@ -97,7 +97,8 @@ class HttpGuard:
             with self._slot(scope, caller) if kind is not OPEN else nullcontext():
                 if caller.limited and kind is INFER:
                     await self._gate.charge(caller)
-                body = Body(receive, Headers(scope=scope), self._context.limits, self._inflight, caller.name)
+                limits = self._context.limits
+                body = scope[BODY] = Body(receive, Headers(scope=scope), limits, self._inflight, caller.name)
                 room = scope[ROOM] = HttpRoom(self.unsent, scope.get(CONNECTION) or object(), caller.name)
                 with closing(room), closing(body):
                     await self._app(scope, body.receive, sender.send)

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.serving.backend import Ask
+from weftline.engine.serving.http.body import hold_bytes
 from weftline.engine.serving.http.context import HttpContext, caller_of
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.http.responses import JSON, EventStream, json_response, named_event, openai_problem
@@ -80,8 +81,8 @@ class Responses(PromptEndpoint):
                 raise unsupported(field, why)
         caller = caller_of(request).name
         previous = self._previous(caller, body.previous_response_id)
-        history = await self._history(previous, caller)
-        items = read_items([] if body.input is None else body.input, await self._referenced(body.input, caller))
+        history = await self._history(request, previous)
+        items = read_items([] if body.input is None else body.input, await self._referenced(request, body.input))
         chat = body.chat(messages_of([*history, *items]))
         with chat.naming_fields(), naming_fields():
             inputs = chat_inputs(chat, ports)
@@ -158,28 +159,40 @@ class Responses(PromptEndpoint):
             )
         return found
 
-    async def _history(self, previous: StoredResponse | None, caller: str) -> list[Mapping[str, Any]]:
+    async def _history(self, request: Request, previous: StoredResponse | None) -> list[Mapping[str, Any]]:
         """Return the items of the conversation that a request continues."""
         conversation = [] if previous is None else previous.conversation()
-        return await self._items(conversation, "previous_response_id", caller)
+        return await self._items(request, conversation, "previous_response_id")
 
-    async def _referenced(self, input: object, caller: str) -> dict[str, Mapping[str, Any]]:
+    async def _referenced(self, request: Request, input: object) -> dict[str, Mapping[str, Any]]:
         """Return the items that `input` refers to, as far as the caller's responses have them, by id."""
+        caller = caller_of(request).name
         found = [self.store.with_item(caller, id, self._now_s()) for id in references_in(input)]
         responses = list(dict.fromkeys(one for one in found if one is not None))
-        return {one["id"]: one for one in await self._items(responses, "input", caller)}
+        return {one["id"]: one for one in await self._items(request, responses, "input")}
 
-    async def _items(self, responses: Sequence[StoredResponse], field: str, caller: str) -> list[Mapping[str, Any]]:
-        """Return the items of stored responses; HttpError if a request with all of them would be too large."""
+    async def _items(
+        self, request: Request, responses: Sequence[StoredResponse], field: str
+    ) -> list[Mapping[str, Any]]:
+        """Return the items of stored responses, once there is room for them.
+
+        HttpError if a request with all of them would be too large.
+        """
         size = sum(len(one.items) + len(one.response) for one in responses)
         most = self._context.limits.message_bytes_max
         if size > most:
             found = f"found a conversation of {size} bytes, limits.message_bytes_max is {most}; begin a new one"
             raise HttpError(f"{field}: {found}", code=413, param=field)
+        await hold_bytes(request, size)
         items: list[Mapping[str, Any]] = []
         for one in responses:
-            items += await self._context.json.document(one.items, "a stored response", caller)
+            items += await self._input_items(request, one)
             items += output_items(one.response)
+        return items
+
+    async def _input_items(self, request: Request, response: StoredResponse) -> list[Mapping[str, Any]]:
+        caller = caller_of(request).name
+        items: list[Mapping[str, Any]] = await self._context.json.document(response.items, "a stored response", caller)
         return items
 
     def _stored(self, request: Request) -> StoredResponse:
@@ -215,7 +228,8 @@ class Responses(PromptEndpoint):
     async def input_items(self, request: Request) -> ASGIApp:
         """GET /v1/responses/{response}/input_items, newest first."""
         stored, query = self._stored(request), request.query_params
-        items = list(await self._context.json.document(stored.items, "a stored response", caller_of(request).name))
+        await hold_bytes(request, len(stored.items))
+        items = await self._input_items(request, stored)
         order, limit = query.get("order", "desc"), query.get("limit", str(ITEMS_SHOWN))
         if order not in ("asc", "desc"):
             raise HttpError("order: expected asc or desc", param="order")

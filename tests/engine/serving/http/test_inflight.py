@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,11 +22,13 @@ from tests.engine.test_decoding import Peak
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.tokens import TokenFile, digest
+from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.http import body
 
 MIB = 1 << 20
 LIMITS = ServeLimits(message_bytes_max=MIB, inflight_bytes_max=4 * MIB, header_s=2.0)
+ITEM = {"id": "item", "role": "user"}
 HI = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -106,6 +110,31 @@ def test_a_compressed_body_counts_by_what_it_may_become(endpoint: Hosted) -> Non
             open_ones.enter_context(sending(endpoint, 2000, "content-encoding: gzip", sent=100))
         time.sleep(0.3)
         assert status_of(open_ones.enter_context(sending(endpoint, MIB, "expect: 100-continue")))[0] == 429
+
+
+def test_stored_conversations_count_as_bodies_do() -> None:
+    async def forever(ask: Ask) -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {}
+
+    models = {"chat": chatting(lambda ask: {"text": "hello"}), "slow": chatting(forever, "slow")}
+    with hosted(Functions(models), limits=LIMITS) as endpoint, httpx.Client(base_url=endpoint.url) as client:
+        first = client.post(
+            "/v1/responses", json={"model": "chat", "input": [ITEM | {"content": "a" * 600_000}]}
+        ).json()
+        continued = {"previous_response_id": first["id"], "input": "hi"}
+        referring = {"input": [{"id": "item"}, ITEM | {"content": "hi"}]}
+
+        def status(fields: dict[str, Any]) -> int:
+            with contextlib.suppress(httpx.ReadTimeout):
+                return client.post("/v1/responses", json={"model": "slow"} | fields, timeout=1.8).status_code
+            return 0
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(status, [continued, referring] * 4))
+            assert sorted(found) == [0] * 6 + [429] * 2, "6 conversations of 600 kB fit in 4 MiB"
+        assert client.get(f"/v1/responses/{first['id']}/input_items").status_code == 200
+        assert client.post("/v1/responses", json={"model": "chat"} | continued).status_code == 200
 
 
 def test_who_has_no_token_is_refused_before_its_body_is_read(tmp_path: Path) -> None:
