@@ -33,10 +33,11 @@ from weftline.engine.serving.openai.responses_api.answer import GeneratedAnswer,
 from weftline.engine.serving.regions import Regions
 from weftline.engine.serving.threads import finish_in_thread
 from weftline.engine.serving.v2.datatypes import BYTES, form_of
-from weftline.engine.serving.v2.elements import Written, element_bytes, encode_elements
+from weftline.engine.serving.v2.elements import Written, decode_elements, element_bytes, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, InferResponse, Tensor
 from weftline.engine.serving.v2.request import check_request, tensor_bytes
 from weftline.errors import InputError, StepError
+from weftline.nodes.json_value import json_text
 from weftline.nodes.strict_json import INLINE_BYTES, loads
 from weftline.shm.spec import byte_size
 
@@ -58,6 +59,13 @@ class JsonParser:
         if len(data) <= INLINE_BYTES:
             return loads(data, what, BODY_VALUES)
         return msgspec.msgpack.decode(await self.queue.run(jobs.Document(what, BODY_VALUES), data, caller))
+
+    async def text(self, value: bytes, caller: str = "") -> bytes:
+        """Return the JSON of an encoded json value."""
+        if len(value) <= INLINE_BYTES:
+            return json_text(msgspec.msgpack.decode(value))
+        written = await self.queue.run(jobs.Write(whole=False), msgspec.msgpack.encode([value]), caller)
+        return bytes(decode_elements(written, 1)[0])
 
     async def rest_body(
         self,

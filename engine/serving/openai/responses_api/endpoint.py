@@ -126,7 +126,7 @@ class Responses(PromptEndpoint):
             return msgspec.json.encode(response)
         ids = [one["id"] for one in (*turn.items, *response["output"])]
         encoded = msgspec.json.encode(response)
-        stored = StoredResponse(response["id"], msgspec.json.encode(turn.items), encoded, tuple(ids), turn.previous)
+        stored = StoredResponse(response["id"], msgspec.msgpack.encode(turn.items), encoded, tuple(ids), turn.previous)
         if self.store.put(turn.caller, stored, self._now_s()):
             self._expire()
             return encoded
@@ -186,13 +186,9 @@ class Responses(PromptEndpoint):
         await hold_bytes(request, size)
         items: list[Mapping[str, Any]] = []
         for one in responses:
-            items += await self._input_items(request, one)
+            items += msgspec.msgpack.decode(one.items)
             items += output_items(one.response)
-        return items
-
-    async def _input_items(self, request: Request, response: StoredResponse) -> list[Mapping[str, Any]]:
-        caller = caller_of(request).name
-        items: list[Mapping[str, Any]] = await self._context.json.document(response.items, "a stored response", caller)
+            await asyncio.sleep(0)
         return items
 
     def _stored(self, request: Request) -> StoredResponse:
@@ -228,21 +224,24 @@ class Responses(PromptEndpoint):
     async def input_items(self, request: Request) -> ASGIApp:
         """GET /v1/responses/{response}/input_items, newest first."""
         stored, query = self._stored(request), request.query_params
-        await hold_bytes(request, len(stored.items))
-        items = await self._input_items(request, stored)
         order, limit = query.get("order", "desc"), query.get("limit", str(ITEMS_SHOWN))
         if order not in ("asc", "desc"):
             raise HttpError("order: expected asc or desc", param="order")
         if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= ITEMS_SHOWN_MAX):
             raise HttpError(f"limit: expected a whole number from 1 to {ITEMS_SHOWN_MAX}", param="limit")
-        items = items if order == "asc" else items[::-1]
-        ids = [one["id"] for one in items]
+        await hold_bytes(request, len(stored.items))
+        items = msgspec.msgpack.decode(stored.items, type=list[msgspec.Raw])
+        ids = list(stored.item_ids[: len(items)])
+        if order == "desc":
+            items, ids = items[::-1], ids[::-1]
         if (after := query.get("after")) is not None and after not in ids:
             raise HttpError(f"after: found {after!r:.80}, expected the id of an item", param="after")
         rest = items if after is None else items[ids.index(after) + 1 :]
-        page = rest[: int(limit)]
-        ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-        return json_response({"object": "list", "data": page, "has_more": len(rest) > len(page)} | ends)
+        page, shown = rest[: int(limit)], ids[len(ids) - len(rest) :][: int(limit)]
+        ends = {"first_id": shown[0] if shown else "", "last_id": shown[-1] if shown else ""}
+        listed = {"object": "list", "data": page, "has_more": len(rest) > len(page)} | ends
+        encoded = await self._context.json.text(msgspec.msgpack.encode(listed), caller_of(request).name)
+        return Response(encoded, media_type=JSON)
 
 
 def _not_found(id: str) -> HttpError:

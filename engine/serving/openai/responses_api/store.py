@@ -21,16 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 OVERHEAD_BYTES, ID_BYTES = 1 << 10, 256
-"""Memory of a kept response besides its JSON, and of each of its items' ids; measured by a test."""
+"""Memory of a kept response besides its items and its JSON, and of each of its items' ids; measured by a test."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
-    """A response and the items of its request, as JSON.
+    """A response and the items of its request.
 
-    items:    list of the input items of its request, each with an id.
-    response: the response object, whose `output` has the further items.
-    item_ids: ids of both.
+    items:    list of the input items of its request, each with an id, as MessagePack, whose texts are not escaped.
+    response: the response object, as JSON; its `output` has the further items.
+    item_ids: ids of both, those of `items` first.
     previous: the response that it continued.
     """
 

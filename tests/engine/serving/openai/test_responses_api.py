@@ -24,6 +24,8 @@ from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.tokens import TokenFile
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.config import ServeLimits
+from weftline.engine.serving.json_jobs import Write
+from weftline.engine.serving.json_queue import JsonQueue
 from weftline.engine.serving.openai.responses_api.items import encoded_reasoning
 from weftline.errors import ContextOverflow, InputError, LimitReached, StepError
 
@@ -381,6 +383,23 @@ def test_a_stored_response_is_returned_listed_and_deleted(client: openai.OpenAI,
     with pytest.raises(openai.NotFoundError) as refused:
         client.responses.create(model="chat", input="hi", previous_response_id=found.id)
     assert (refused.value.code, refused.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+def test_long_items_are_escaped_outside_the_event_loop(backend: Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Escapes take 1.5 s for each 100 MB of quotes; without them the text fits in the store."""
+    jobs: list[object] = []
+    run = JsonQueue.run
+    monkeypatch.setattr(JsonQueue, "run", lambda queue, job, *rest: (jobs.append(job), run(queue, job, *rest))[1])
+    text = '"\n' * 100_000
+    with hosted(backend, limits=ServeLimits(responses_bytes_max=300_000)) as server:
+        found = create(server, input=[{"role": "user", "content": text}, {"role": "user", "content": "hi"}])
+        jobs.clear()
+        listed = httpx.get(f"{server.url}/v1/responses/{found['id']}/input_items?order=asc").json()
+        assert jobs == [Write(whole=False)]
+        assert [one["content"][0]["text"] for one in listed["data"]] == [text, "hi"]
+        assert (
+            create(server, input="on", previous_response_id=found["id"])["output"][0]["content"][0]["text"] == "4: on"
+        )
 
 
 _LIMITS = [{"limit": limit} for limit in (0, 101, "0000000011", "1" * 5000, "000000001" + "9" * 5000, "\u0661", "-1")]
