@@ -6,6 +6,7 @@ of the chat request get the names of the fields here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +25,7 @@ from weftline.engine.serving.openai.bodies import (
 )
 from weftline.engine.serving.openai.constraints import CONSTRAINT_FIELDS
 from weftline.engine.serving.openai.fields import RESPONSES_REFUSED, RESPONSES_WITHOUT_EFFECT
-from weftline.engine.serving.openai.responses_api.items import ITEM_TYPES
+from weftline.engine.serving.openai.responses_api.items import ITEM_TYPES, in_input
 from weftline.engine.serving.openai.tools import TOOLS_MAX, check_function
 from weftline.errors import InputError
 
@@ -217,21 +218,18 @@ class _TranslatedChat(ChatBody, frozen=True, kw_only=True):
 
 
 @contextmanager
-def naming_fields() -> Iterator[None]:
-    """Change the chat's name of a field in an error to the name here."""
-    try:
-        yield
-    except HttpError as error:
-        name = CHAT_NAMES.get(error.param)
-        if name is None:
-            raise
-        message = str(error)
-        if message.startswith(error.param):
-            message = name + message.removeprefix(error.param)
-        raise HttpError(message, code=error.code, param=name, name=error.name) from None
-    except InputError as error:
-        error.param = CHAT_NAMES.get(error.param, error.param)
-        raise
+def naming_fields(chat: ChatBody, places: Sequence[str] = ()) -> Iterator[None]:
+    """Change errors about a chat request to errors about the fields here. places: as of `messages_of`, all messages."""
+    with chat.naming_fields():
+        try:
+            yield
+        except InputError as error:
+            named, message = copy.copy(error), in_input(str(error), places)
+            if name := CHAT_NAMES.get(error.param):
+                named.param = name
+                message = name + message.removeprefix(error.param) if message.startswith(error.param) else message
+            named.args = (message,)
+            raise named from None
 
 
 def _check_keys(field: str, value: object, harmless: Mapping[str, tuple[Any, ...]]) -> None:

@@ -36,10 +36,16 @@ ITEMS_SHOWN, ITEMS_SHOWN_MAX = 20, 100
 
 
 class _Turn(msgspec.Struct, frozen=True):
-    """A request that is being answered. previous: the response that it continues. items: those of its input."""
+    """A request that is being answered.
+
+    places:   the place of each message of the chat in the request.
+    items:    those of its input.
+    previous: the response that it continues.
+    """
 
     body: ResponsesBody
     chat: ChatBody
+    places: Sequence[str]
     ports: ChatPorts
     items: Sequence[Mapping[str, Any]]
     previous: StoredResponse | None
@@ -62,7 +68,7 @@ class Responses(PromptEndpoint):
         turn, ask = await self._turn(request, body, chat_ports(info))
         header = ResponseHeader(body.echo(), int(self._context.now_s()), self._is_kept(body))
         writer = ResponseWriter(header, body.has_encoded_reasoning)
-        with turn.chat.naming_fields(), naming_fields():
+        with naming_fields(turn.chat, turn.places):
             if body.stream:
                 ports = turn.ports
                 texts = [ports.output, ports.reasoning, self._streamed_logprobs(turn.chat, ports)]
@@ -83,18 +89,21 @@ class Responses(PromptEndpoint):
         previous = self._previous(caller, body.previous_response_id)
         history = await self._history(request, previous)
         items = read_items([] if body.input is None else body.input, await self._referenced(request, body.input))
-        chat = body.chat(messages_of([*history, *items]))
-        with chat.naming_fields(), naming_fields():
+        wheres = ["previous_response_id"] * len(history) + [f"input[{place}]" for place in range(len(items))]
+        messages, places = messages_of([*history, *items], wheres)
+        chat = body.chat(messages)
+        places = ["instructions"] * (len(chat.messages) - len(messages)) + places
+        with naming_fields(chat, places):
             inputs = chat_inputs(chat, ports)
             [ask] = self._asks(request, chat, ports, [inputs])
-        return _Turn(body, chat, ports, items, previous, caller), ask
+        return _Turn(body, chat, places, ports, items, previous, caller), ask
 
     async def _events(self, turn: _Turn, writer: ResponseWriter, text: StreamedText) -> AsyncGenerator[bytes, None]:
         """Yield the events of a streamed response. Log-probabilities that may be of other parts come at the end."""
         for one in writer.opening():
             yield named_event(one)
         ports, scored = turn.ports, list[Any]()
-        with turn.chat.naming_fields(), naming_fields():
+        with naming_fields(turn.chat, turn.places):
             async with contextlib.aclosing(text.deltas()) as deltas:
                 async for output, delta in deltas:
                     if output == ports.logprobs:

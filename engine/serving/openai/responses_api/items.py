@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -234,10 +235,14 @@ def output_items(response: bytes) -> list[dict[str, Any]]:
     return items
 
 
-def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return items, as `read_items` returns them, as messages of a chat."""
+def messages_of(items: Iterable[Mapping[str, Any]], wheres: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return items, as `read_items` returns them, as messages of a chat, and the place of the content of each message.
+
+    wheres: the place of each item in the request.
+    """
     messages: list[dict[str, Any]] = []
-    for item in items:
+    places: list[str] = []
+    for item, where in zip(items, wheres, strict=True):
         kind = item["type"]
         if kind == "reasoning":
             _add_reasoning(messages, item)
@@ -250,7 +255,24 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             _add_answer(messages, item)
         else:
             messages.append({"role": item["role"], "content": _content_of(item["content"])})
-    return messages
+        content_key = "output" if kind == "function_call_output" else "content"
+        places += [f"{where}.{content_key}"] * (len(messages) - len(places))
+    return messages, places
+
+
+def in_input(text: str, places: Sequence[str]) -> str:
+    """Return an error message with places of the chat request changed to those of `input`. places: as `messages_of`."""
+
+    def place(found: re.Match[str]) -> str:
+        if int(found[1]) >= len(places):
+            return found[0]
+        item, _, key = places[int(found[1])].partition(".")
+        return f"{item}.{key}{found[3] or ''}" if key and found[2] else item
+
+    return _PLACE.sub(place, text).replace(".image_url.url", ".image_url")
+
+
+_PLACE = re.compile(r"messages\[(\d{1,6})\](\.content(\[\d{1,6}\])?)?")
 
 
 def _turn(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:

@@ -83,6 +83,7 @@ OUTPUTS = {"reasoning": "text", "text": "text", **dict.fromkeys(("tool_calls", "
 MODELS = {
     "chat": (info("chat", INPUTS, OUTPUTS, "reasoning", "text"), said),
     "fail": chatting(fail, "fail"),
+    "photo": (info("photo", {"messages": "json", "photo": "image?"}, {"text": "text"}), said),
     "slow": chatting(forever, "slow"),
     "breaks": chatting(lambda ask: {"text": "ab", "usage": StepError("it broke", "answer")}, "breaks"),
     "plain": (info("plain", {"question": "text"}, {"reply": "text"}), lambda ask: {"reply": ask.inputs["question"]}),
@@ -357,6 +358,20 @@ def test_a_reference_stands_for_an_item_of_an_earlier_response(endpoint: Hosted,
     assert error["message"] == "input[0].id: expected a text of 1 to 256 ASCII characters"
     error = create(endpoint, input=[{"type": "item_reference", "id": "fc_0"}], code=404)
     assert error["param"] == "input" and "Item with id 'fc_0' not found" in error["message"]
+
+
+def test_an_error_of_the_chat_has_the_place_of_the_item(endpoint: Hosted, backend: Functions) -> None:
+    broken = {"type": "input_image", "image_url": PICTURE + "%"}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": [broken]}
+    picture = {"role": "user", "content": [{"type": "input_text", "text": "a"}, broken]}
+    audio = {"role": "user", "content": [{"type": "input_audio", "input_audio": 1}]}
+    first = create(endpoint, input="hi")["id"]
+    for item, place in ((picture, "content[1].image_url"), (result, "output[0].image_url"), (audio, "content[0]")):
+        for more in ({}, {"instructions": "short"}, {"previous_response_id": first}):
+            items = [{"type": "reasoning", "summary": []}, call, call, item]
+            error = create(endpoint, model="photo", input=items, code=400, **more)
+            assert error["message"].startswith(f"input[3].{place}") and error["param"] == "input", error
 
 
 def test_an_item_is_referred_to_once_in_a_request(endpoint: Hosted) -> None:
