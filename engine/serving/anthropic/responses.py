@@ -100,12 +100,13 @@ class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def _usage(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the counts. Every prompt is cached, so that no tokens are counted as written to the cache."""
         usage = usage_of(outputs.get(self.ports.usage or ""))
+        thinking = {"output_tokens_details": {"thinking_tokens": usage.reasoning}} if usage.reasoning else {}
         return {
             "input_tokens": max(0, usage.prompt - usage.cached),
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached,
             "output_tokens": usage.completion,
-        }
+        } | thinking
 
 
 class BlockWriter:

@@ -41,6 +41,7 @@ INPUTS = {"messages": "json", "tools": "json?", "tool_choice": "json?", "paralle
 INPUTS |= {"sampling": "json?", "template": "json?", "tenant": "text?"}
 OUTPUTS = {"reasoning": "text", "text": "text", "tool_calls": "json", "usage": "json", "answers": "json"}
 COUNTS = {"prompt_tokens": 9, "completion_tokens": 5, "cached_tokens": 4}
+THOUGHT = COUNTS | {"reasoning_tokens": 4}
 ERRORS: dict[str, BaseException] = {
     "long": ContextOverflow("step answer: prompt: found 900 tokens, expected at most 511; shorten it", param="prompt"),
     "input": InputError("step answer: sampling.tokens_max: found 0, expected at least 1", param="tokens_max"),
@@ -60,7 +61,7 @@ SCENES: dict[str, dict[str, Any]] = {
     "filtered": {"text": "", "usage": COUNTS | {"finish_reason": "content_filter"}},
     "empty": {"text": "", "usage": COUNTS | {"finish_reason": "stop"}},
     "thinks": {"text": "yes", "reasoning": "hm é", "usage": COUNTS | {"finish_reason": "stop"}},
-    "thinks only": {"text": "", "reasoning": "hm", "usage": COUNTS | {"finish_reason": "length"}},
+    "thinks only": {"text": "", "reasoning": "hm", "usage": THOUGHT | {"finish_reason": "length"}},
     "calls": {"text": "", "tool_calls": [CALL, CALL | {"id": "c3"}], "usage": {"finish_reason": "tool_calls"}},
     "says and calls": {
         "text": "wait", "reasoning": "hm", "tool_calls": [CALL], "usage": COUNTS | {"finish_reason": "tool_calls"},
@@ -178,6 +179,8 @@ def test_thinking_text_and_calls_are_blocks(client: anthropic.Anthropic) -> None
     assert thinking.type == "thinking" and thinking.thinking == "hm" and thinking.signature
     assert text.type == "text" and text.text == "wait"
     assert call.type == "tool_use" and (call.id, call.name, call.input) == ("c1", "f", {"a": [1, "é"]})
+    usage = create(client, "thinks only").usage
+    assert usage.output_tokens_details and usage.output_tokens_details.thinking_tokens == 4
     assert [one.input for one in create(client, "cut call", tools=TOOLS).content] == [{"a": [1, "é"]}, {"a": 1}]
 
 
