@@ -23,7 +23,7 @@ from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.http.responses import JSON, EventStream, json_response, named_event, openai_problem
 from weftline.engine.serving.openai.bodies import ChatBody
 from weftline.engine.serving.openai.endpoints import PromptEndpoint, StreamedText
-from weftline.engine.serving.openai.messages import chat_inputs
+from weftline.engine.serving.openai.messages import MESSAGES_MAX, chat_inputs
 from weftline.engine.serving.openai.ports import ChatPorts, chat_ports
 from weftline.engine.serving.openai.responses_api.answer import logprobs_json
 from weftline.engine.serving.openai.responses_api.body import ResponsesBody, naming_fields
@@ -91,6 +91,9 @@ class Responses(PromptEndpoint):
         items = read_items([] if body.input is None else body.input, await self._referenced(request, body.input))
         wheres = ["previous_response_id"] * len(history) + [f"input[{place}]" for place in range(len(items))]
         messages, places = messages_of([*history, *items], wheres)
+        if previous is not None and len(messages) > MESSAGES_MAX:
+            found = f"found a conversation of {len(messages)} messages, expected at most {MESSAGES_MAX}"
+            raise HttpError(f"previous_response_id: {found}; begin a new one", param="previous_response_id")
         chat = body.chat(messages)
         places = ["instructions"] * (len(chat.messages) - len(messages)) + places
         with naming_fields(chat, places):

@@ -498,6 +498,13 @@ def test_a_conversation_has_the_limit_of_a_message(backend: Functions) -> None:
         assert error["param"] == "previous_response_id" and "limits.message_bytes_max is 20000" in error["message"]
 
 
+def test_a_conversation_has_the_messages_of_a_chat_at_most(endpoint: Hosted) -> None:
+    first = create(endpoint, input=[{"role": "user", "content": "a"}] * 1023)["id"]
+    error = create(endpoint, input="hi", previous_response_id=first, code=400)
+    found = "found a conversation of 1025 messages, expected at most 1024; begin a new one"
+    assert (error["message"], error["param"]) == (f"previous_response_id: {found}", "previous_response_id")
+
+
 def test_errors_have_the_codes_and_names_of_the_protocol(client: openai.OpenAI) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
