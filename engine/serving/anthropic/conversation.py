@@ -21,7 +21,7 @@ from typing import Any
 
 from weftline.engine.serving.anthropic.blocks import BLOCKS, OPTIONS
 from weftline.engine.serving.http.errors import HttpError
-from weftline.engine.serving.openai.messages import MESSAGES_MAX
+from weftline.engine.serving.openai.messages import MESSAGES_MAX, PLACE
 
 BETWEEN_MESSAGES = "\n\n"
 """Text between the texts of consecutive messages of one role."""
@@ -64,13 +64,10 @@ def in_request(text: str, turns: Sequence[Turn]) -> str:
         if int(found[1]) >= len(turns):
             return found[0]
         turn = turns[int(found[1])]
-        part = int(found[2]) if found[2] else len(turn.parts)
+        part = int(found[3]) if found[3] else len(turn.parts)
         return turn.parts[part] if part < len(turn.parts) else turn.where
 
-    return _PLACE.sub(place, text).replace(".image_url.url", ".source")
-
-
-_PLACE = re.compile(r"messages\[(\d{1,6})\](?:\.content(?:\[(\d{1,6})\])?)?")
+    return PLACE.sub(place, text).replace(".image_url.url", ".source")
 
 
 def _turns(where: str, message: object) -> list[Turn]:

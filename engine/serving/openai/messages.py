@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """Keys of a message that are passed to the model; other keys of answers (refusal, annotations) are dropped."""
 MESSAGES_MAX = 1024
+
+PLACE = re.compile(r"messages\[(\d{1,6})\](\.content(?:\[(\d{1,6})\])?)?")
+"""Place in an error: number of a message, its content, number of a part. Other protocols change it to their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from weftline.engine.serving.http.errors import HttpError, unsupported
-from weftline.engine.serving.openai.messages import MESSAGES_MAX, check_data_url
+from weftline.engine.serving.openai.messages import MESSAGES_MAX, PLACE, check_data_url
 
 PARAM = "input"
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
@@ -267,12 +267,10 @@ def in_input(text: str, places: Sequence[str]) -> str:
         if int(found[1]) >= len(places):
             return found[0]
         item, _, key = places[int(found[1])].partition(".")
-        return f"{item}.{key}{found[3] or ''}" if key and found[2] else item
+        part = f"[{found[3]}]" if found[3] else ""
+        return f"{item}.{key}{part}" if key and found[2] else item
 
-    return _PLACE.sub(place, text).replace(".image_url.url", ".image_url")
-
-
-_PLACE = re.compile(r"messages\[(\d{1,6})\](\.content(\[\d{1,6}\])?)?")
+    return PLACE.sub(place, text).replace(".image_url.url", ".image_url")
 
 
 def _turn(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:
