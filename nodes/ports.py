@@ -79,29 +79,33 @@ class PortType:
         return self.dtype if self.dims is None else f"{self.dtype}[{', '.join(map(str, self.dims))}]"
 
     @classmethod
-    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> PortType:
         """Parse a type such as 'image' or 'float32[C, 32, 32]'. ValueError: `text` is no port type."""
-        text = text.strip()
-        if text in KINDS:
-            return cls(text)
-        if (meant := _meant(text)) != text:
-            raise ValueError(f"{text!r:.60} is no port type; did you mean {meant}?")
-        if text in ITEM_BYTES:
-            return cls("tensor", text)
-        match = _TENSOR.match(text)
-        if match and match[1] == "list":
-            if text.count("list[") > LIST_DEPTH_MAX:
-                raise ValueError(f"{text!r:.60}: lists are at most {LIST_DEPTH_MAX} deep")
-            return list_of(cls.parse(match[2]))
-        if not match:
-            known = f"types are {', '.join(KINDS)}, a tensor like float32[3, H, W], or a list like list[image]"
-            raise ValueError(f"{text!r:.60} is no port type; {known}")
-        dtype, inside = match.groups()
-        if dtype not in ITEM_BYTES:
-            raise ValueError(f"unknown dtype {dtype!r:.40} in {text!r:.60}; known: {', '.join(ITEM_BYTES)}")
-        dims = tuple(_parse_dim(part.strip(), text) for part in inside.split(",")) if inside.strip() else ()
-        return cls("tensor", dtype, dims)
+        return _parse(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: str) -> PortType:
+    text = text.strip()
+    if text in KINDS:
+        return PortType(text)
+    if (meant := _meant(text)) != text:
+        raise ValueError(f"{text!r:.60} is no port type; did you mean {meant}?")
+    if text in ITEM_BYTES:
+        return PortType("tensor", text)
+    match = _TENSOR.match(text)
+    if match and match[1] == "list":
+        if text.count("list[") > LIST_DEPTH_MAX:
+            raise ValueError(f"{text!r:.60}: lists are at most {LIST_DEPTH_MAX} deep")
+        return list_of(_parse(match[2]))
+    if not match:
+        known = f"types are {', '.join(KINDS)}, a tensor like float32[3, H, W], or a list like list[image]"
+        raise ValueError(f"{text!r:.60} is no port type; {known}")
+    dtype, inside = match.groups()
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {dtype!r:.40} in {text!r:.60}; known: {', '.join(ITEM_BYTES)}")
+    dims = tuple(_parse_dim(part.strip(), text) for part in inside.split(",")) if inside.strip() else ()
+    return PortType("tensor", dtype, dims)
 
 
 def _meant(text: str) -> str:

@@ -43,6 +43,8 @@ OWN = {
     "engine/llm/parallel/followers.py": "settings from this program to its own processes",
     "engine/llm/answer_parser.py": "whole elements of a list of calls that a model wrote in part",
     "engine/serving/http/plain_inputs.py": "parts a list into elements, each of which strict_json reads as it is used",
+    "engine/serving/openai/responses_api/items.py": "a response of this server, which it stores",
+    "engine/serving/v2/classification.py": "elements that this server has written",
     "engine/llm/external/answer.py": "typed events of a stream, one for each token; unknown fields are skipped unread",
     "nodes/model_limits.py": "the syntax of large vocabularies, without their values",
     "nodes/tokenizer_trial.py": "parts of a tokenizer from this program to its own process",

@@ -143,7 +143,10 @@ def _described(reference: str, node: type[Node], ports: Ports | None) -> dict[st
 
 
 def _port(one: Port) -> dict[str, Any]:
-    return {**dataclasses.asdict(one), "type": str(one.type)}
+    shown = {**dataclasses.asdict(one), "type": str(one.type)}
+    if one.listed is not None:
+        shown["listed"] = str(one.listed)
+    return {key: value for key, value in shown.items() if key not in ("labels", "listed") or value}
 
 
 def _port_lines(ports: Sequence[Port]) -> list[str]:
