@@ -42,7 +42,7 @@ from weftline.engine.serving.logs import RequestLog, dropped_lines, start_logs
 from weftline.engine.serving.model_info import ModelState
 from weftline.engine.serving.statistics import Statistics
 from weftline.engine.serving.unix_socket import SocketClaim
-from weftline.engine.serving.watch import watch
+from weftline.engine.serving.watch import Watch
 from weftline.errors import WeftlineError
 
 _log = logging.getLogger("weftline.ingress")
@@ -141,10 +141,11 @@ class Server:
             _try_address(*where)
         if config.grpc.socket is not None:
             self._claim = SocketClaim(config.grpc.socket)
+        watch = Watch({name: one.file for name, one in config.pipelines.items()} if config.watch else {})
+        await watch.look()
         await self.backend.open()
         if config.watch:
-            files = {name: one.file for name, one in config.pipelines.items()}
-            self._watching = asyncio.create_task(watch(files, self.backend.should_serve, self.backend.load))
+            self._watching = asyncio.create_task(watch.run(self.backend.should_serve, self.backend.load))
         grpc_at = await self._open_grpc()
         http_at = ""
         if config.http is not None:

@@ -4,7 +4,7 @@ The files of a pipeline are its YAML file, those of its sub-pipelines, the Pytho
 its steps load, by their state alone. They are polled. A change is acted upon once nothing has changed for a moment:
 editors write in several steps. A file that is missing or empty has a longer moment to come back.
 
-`Changes` decides; `watch` polls and reloads.
+`Changes` decides; `Watch` polls and reloads.
 """
 
 from __future__ import annotations
@@ -91,28 +91,39 @@ def state_of(files: Iterable[Path]) -> State:
     return {**{str(path): () for path in wanted if not is_folder(path)}, **found}
 
 
-async def watch(
-    files: Mapping[str, Path], watched: Callable[[str], bool], reload: Callable[[str], Awaitable[object]]
-) -> None:
-    """Reload pipelines whose files change, until cancelled.
+class Watch:
+    """Reloads pipelines when their files change. files: pipeline files by name.
 
-    files:   pipeline files by name.
-    watched: returns whether the pipeline of a name is to be reloaded now.
-    reload:  reloads a pipeline; its WeftlineErrors have been reported.
-
-    Any other error is logged, and the files are looked at again.
+    Errors of looking at the files are logged, and the files are looked at again.
     """
-    watchers = {name: _Watched(file) for name, file in files.items()}
-    while True:
-        for name, one in watchers.items():
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._pipelines = {name: _Watched(file) for name, file in files.items()}
+
+    async def look(self) -> None:
+        """Record the state of the files, which are not loaded yet; later saves count."""
+        for one in self._pipelines.values():
             try:
-                if await one.is_due() and watched(name):
-                    await one.act(partial(reload, name))
-            except WeftlineError:
-                continue
+                await one.is_due()
             except Exception as error:
                 one.log(error)
-        await asyncio.sleep(POLL_S)
+
+    async def run(self, watched: Callable[[str], bool], reload: Callable[[str], Awaitable[object]]) -> None:
+        """Reload pipelines whose files change, until cancelled.
+
+        watched: returns whether the pipeline of a name is to be reloaded now.
+        reload:  reloads a pipeline; its WeftlineErrors have been reported.
+        """
+        while True:
+            for name, one in self._pipelines.items():
+                try:
+                    if await one.is_due() and watched(name):
+                        await one.act(partial(reload, name))
+                except WeftlineError:
+                    continue
+                except Exception as error:
+                    one.log(error)
+            await asyncio.sleep(POLL_S)
 
 
 class _Watched:

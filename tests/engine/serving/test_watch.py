@@ -12,6 +12,8 @@ import pytest
 
 from tests.weftline.served import Served, ask, serving, wait_until
 from weftline.engine.serving import watch as watching
+from weftline.engine.serving.config import GrpcConfig, ServeConfig, ServedPipeline
+from weftline.engine.serving.server import Server
 from weftline.engine.serving.watch import RETURNED_S, SETTLED_S, Changes, State, files_of, state_of
 from weftline.errors import LimitReached
 
@@ -71,7 +73,7 @@ def test_no_error_ends_the_watch(
             raise error
 
     async def go() -> None:
-        task = asyncio.create_task(watching.watch({"p": file}, lambda name: True, reload))
+        task = asyncio.create_task(watching.Watch({"p": file}).run(lambda name: True, reload))
         while len(reloads) < 3:
             assert not task.done(), task
             await asyncio.sleep(0.01)
@@ -83,6 +85,37 @@ def test_no_error_ends_the_watch(
     asyncio.run(asyncio.wait_for(go(), 20))
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == (not isinstance(error, LimitReached)), logged  # a reload has reported its WeftlineErrors
+
+
+def test_a_file_that_is_saved_while_the_server_starts_is_reloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models may take a minute to load, and the file was read before."""
+    file = tmp_path / "p.yaml"
+    text = (
+        "weftline: 1\nname: p\ninputs: {x: text}\nsteps: {e: {node: echo, inputs: {value: x}}}\noutputs: {y: e.value}\n"
+    )
+    file.write_text(text)
+
+    async def go() -> None:
+        server = Server(ServeConfig({"p": ServedPipeline(file)}, grpc=GrpcConfig(port=0), watch=True))
+        load = server.backend.open
+
+        async def load_and_save() -> None:
+            await load()
+            file.write_text(text.replace("y: e.value", "z: e.value"))
+
+        monkeypatch.setattr(server.backend, "open", load_and_save)
+        try:
+            await server.open()
+            while server.backend.index()[0].version < 2:
+                await asyncio.sleep(0.02)
+            assert [one.name for one in server.backend.info("p").outputs] == ["z"]
+        finally:
+            await server.close()
+
+    monkeypatch.setattr(watching, "POLL_S", 0.05)
+    asyncio.run(asyncio.wait_for(go(), 15))
 
 
 OWN = """
