@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from weftline.engine.serving.config import ServedPipeline
 from weftline.engine.serving.model_info import USAGE
-from weftline.errors import InputError
+from weftline.errors import InputError, PipelineError, Problem
 from weftline.pipelines.spec.graph import Pipeline
 from weftline.pipelines.spec.single_step import Models, exposed, exposing, steps_of
 from weftline.pipelines.spec.wire import Wire
@@ -48,9 +48,13 @@ def models_with_errors(
 def with_usage(pipeline: Pipeline) -> Pipeline:
     """Return a pipeline with the output USAGE where it outputs an embedding or scores without the step's `usage`.
 
-    OpenAI's embeddings and rerank answers count the tokens of prompts, whatever a pipeline outputs.
+    OpenAI's embeddings and rerank answers count the tokens of prompts, whatever a pipeline outputs. PipelineError: it
+    has an output of that name.
     """
-    if {"usage", USAGE} & pipeline.outputs.keys():
+    if USAGE in pipeline.outputs:
+        path, found = f"outputs.{USAGE}", "a server hides the output of this name, which has the counts of tokens"
+        raise PipelineError([Problem(path, found, "", "rename it", pipeline.line(path), pipeline.file)])
+    if "usage" in pipeline.outputs:
         return pipeline
     steps = {step.name: step for step in pipeline.steps if step.node in COUNTING_NODES and not step.map}
     names = sorted(pipeline.outputs, key=lambda name: name not in COUNTED)  # the usual names first

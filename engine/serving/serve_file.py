@@ -298,8 +298,9 @@ def _plans(
             continue
         try:
             models, errors = models_with_errors(name, one, graphs[name], alike)
-        except PipelineError:  # planning it lists its problems
+        except PipelineError as error:  # planning it lists its problems, but for those of serving it
             models, errors = {name: graphs[name]}, {}
+            failed |= {name: error.problems} if one.load else {}
         not_alone |= {model: Problem("", str(error)) for model, error in errors.items()}
         wanted |= models if one.load else {}
     plans: list[SharedPlan] = []

@@ -12,8 +12,10 @@ import tritonclient.http as triton
 
 from tests.engine.serving.http.hosted import hosted_pipelines
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.exposed_models import with_usage
+from weftline.engine.serving.exposed_models import models_with_errors, with_usage
 from weftline.engine.serving.model_info import USAGE
+from weftline.engine.serving.serve_file import assemble
+from weftline.errors import PipelineError
 from weftline.pipelines.spec.loader import load_file
 
 CHAT = Path(__file__).parents[4] / "examples/models/shapes-chat"
@@ -50,6 +52,15 @@ def graph(folder: Path, text: str, outputs: str) -> dict[str, str]:
 )  # fmt: skip
 def test_the_step_of_an_embedding_or_scores_counts(tmp_path: Path, text: str, outputs: str, usage: str | None) -> None:
     assert graph(tmp_path, text, outputs).get(USAGE) == usage
+
+
+def test_an_output_of_the_name_that_no_client_sees_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(EMBED.replace("CHAT", str(CHAT)).replace("OUTPUTS", f"{USAGE}: turn.usage"))
+    (tmp_path / "serve.yaml").write_text("pipelines: {vectors: p.yaml}\n")
+    with pytest.raises(PipelineError, match=r"p.yaml:6  outputs._usage: .*\n    fix: rename it"):
+        models_with_errors("vectors", ServedPipeline(file), load_file(file), frozenset())
+    assert "outputs._usage" in str(assemble([], str(tmp_path / "serve.yaml"), {}).failed["vectors"])
 
 
 @pytest.mark.slow
