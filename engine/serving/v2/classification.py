@@ -27,6 +27,9 @@ from weftline.nodes.exact_numbers import from_bfloat16
 
 CLASSIFICATION = "classification"
 
+SELECTED_MAX = 1 << 18
+"""Most classes of an output in a response, of all items of a batch."""
+
 
 def class_count(wanted: WantedOutput) -> int:
     """Return the number of classes that a request selects of an output; 0 for its value. InputError: no number."""
@@ -51,25 +54,42 @@ def check_classes(wanted: WantedOutput, port: PortInfo) -> None:
         raise InputError(f"output {wanted.name}: {CLASSIFICATION}: found {found}, expected {expected}; leave it out")
 
 
-def classes_tensor(port: PortInfo, value: Any, count: int) -> Tensor:
-    """Return the `count` greatest classes of a value as BYTES [count]."""
+def classes_tensor(port: PortInfo, value: Any, count: int, items: int = 1) -> Tensor:
+    """Return the `count` greatest classes of a value as BYTES [count]. items: size of the batch, for its limit."""
     if port.port_type.kind == "json":
         texts = _of_scores(port, value, count)
     else:
-        texts = _of_vector(port, value, count)
+        texts = _of_vector(port, value, count, items)
     return Tensor(port.name, BYTES, (len(texts),), encode_elements([one.encode() for one in texts]))
 
 
-def _of_vector(port: PortInfo, value: np.ndarray, count: int) -> list[str]:
+def _of_vector(port: PortInfo, value: np.ndarray, count: int, items: int) -> list[str]:
     if sum(size != 1 for size in value.shape) > 1 or value.ndim == 0 or value.dtype.kind not in "iuf":
-        found = f"{value.dtype} {list(value.shape)}"
-        raise InputError(f"output {port.name}: {CLASSIFICATION}: found {found}, expected a vector of numbers")
+        raise _wrong(port, f"{value.dtype} {list(value.shape)}", "a vector of numbers")
+    if value.size > CLASSES_MAX:
+        raise _wrong(port, f"{value.size} classes", f"at most {CLASSES_MAX}")
+    count = min(count, value.size)
+    if count * items > SELECTED_MAX:
+        raise _wrong(port, f"{count} classes of each of {items} items", f"at most {SELECTED_MAX} in all")
     if port.port_type.dtype == "bfloat16":
         value = from_bfloat16(value)
     row = value.reshape(-1)
-    order = np.argsort(-row.astype(np.float64), kind="stable")[: min(count, CLASSES_MAX)]
+    order = _greatest(row, count)
     ranked = zip(row[order].tolist(), order.tolist(), strict=True)
     return [_class(number, index, port.labels) for number, index in ranked]
+
+
+def _greatest(row: np.ndarray, count: int) -> np.ndarray:
+    """Return the indexes of the greatest elements, in their order; NaNs are the least."""
+    ranks = -row.astype(np.float64)
+    if 0 < count < len(ranks):
+        kept = np.flatnonzero(~(ranks > np.partition(ranks, count - 1)[count - 1]))
+        return kept[np.argsort(ranks[kept], kind="stable")][:count]
+    return np.argsort(ranks, kind="stable")
+
+
+def _wrong(port: PortInfo, found: str, expected: str) -> InputError:
+    return InputError(f"output {port.name}: {CLASSIFICATION}: found {found}, expected {expected}")
 
 
 def _of_scores(port: PortInfo, value: Any, count: int) -> list[str]:

@@ -60,7 +60,7 @@ def to_response(
     tensors = []
     for one in wanted:
         port = _port(info, one.name)
-        items = [_wanted(one, port, answer.outputs.get(one.name)) for answer in answers]
+        items = [_wanted(one, port, answer.outputs.get(one.name), len(answers)) for answer in answers]
         tensor = items[0] if batch is None else _concatenated(port, items)
         tensors.append(tensor if one.region is None else _write_to_region(tensor, one.region, regions))
     return InferResponse(info.name, str(answers[0].version), request.id, tuple(tensors))
@@ -95,10 +95,10 @@ def _port(info: ModelInfo, name: str) -> PortInfo:
     return port
 
 
-def _wanted(wanted: WantedOutput, port: PortInfo, value: Any) -> Tensor:
-    """Convert one output of one item, or its greatest classes where the request selects them."""
+def _wanted(wanted: WantedOutput, port: PortInfo, value: Any, items: int = 1) -> Tensor:
+    """Convert one output of one of `items`, or its greatest classes where the request selects them."""
     count = class_count(wanted) if wanted.parameters else 0
-    return _tensor(port, value) if count == 0 or value is None else classes_tensor(port, value, count)
+    return _tensor(port, value) if count == 0 or value is None else classes_tensor(port, value, count, items)
 
 
 def _tensor(port: PortInfo, value: Any) -> Tensor:

@@ -12,11 +12,12 @@ import pytest
 
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.model_info import ModelInfo, PortInfo, model_info
-from weftline.engine.serving.v2.classification import check_classes
+from weftline.engine.serving.v2.classification import SELECTED_MAX, check_classes
 from weftline.engine.serving.v2.elements import Written, decode_elements, encode_elements
 from weftline.engine.serving.v2.messages import InferRequest, Region, WantedOutput
 from weftline.engine.serving.v2.response import to_response
 from weftline.errors import InputError
+from weftline.nodes.class_labels import CLASSES_MAX
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
 from weftline.pipelines.spec.loader import load_file
@@ -80,6 +81,26 @@ def test_each_item_of_a_batch_has_its_classes() -> None:
     rows = np.float32([[1, 0, 0], [0, 0, 1]])
     assert classes("float32[3]", *rows, count=1, batch=2) == (["1.000000:0:cat", "1.000000:2:owl"], (2, 1))
     assert classes("float32[3]", rows[0], count=2, batch=1)[1] == (1, 2)
+
+
+def test_classes_are_those_of_a_sorted_vector_at_any_count() -> None:
+    values = np.random.default_rng(1).integers(0, 40, 200).astype(np.float32)
+    values[[3, 70]] = np.nan
+    order = np.argsort(-values, kind="stable")
+    for count in (1, 7, 100, 198, 199, 200):
+        found, _ = classes("float32[C]", values, count=count, labels=())
+        assert [int(one.split(":")[1]) for one in found] == order[:count].tolist()
+
+
+def test_the_numbers_of_classes_have_limits() -> None:
+    """A server sorts and writes them between the requests of others."""
+    long, short = np.zeros(CLASSES_MAX + 1, np.float32), np.zeros(CLASSES_MAX, np.float32)
+    with pytest.raises(InputError, match=r"classification: found 65537 classes, expected at most 65536"):
+        classes("float32[C]", long, count=1)
+    batch = SELECTED_MAX // CLASSES_MAX
+    assert len(classes("float32[C]", *[short] * batch, count=1 << 40, batch=batch)[0]) == SELECTED_MAX
+    with pytest.raises(InputError, match=r"found 65536 classes of each of 5 items, expected at most 262144 in all"):
+        classes("float32[C]", *[short] * (batch + 1), count=1 << 40, batch=batch + 1)
 
 
 @pytest.mark.parametrize(
