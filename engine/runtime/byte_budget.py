@@ -109,10 +109,10 @@ class WaitQueue(Generic[T]):
             self.waiting.take(ticket, ticket.caller)
             ticket.granted.set_result(grant)
 
-    def refuse_all(self, error: Exception) -> None:
-        """End the waiting of all. The caller holds the lock."""
+    def refuse_all(self, error: Callable[[], Exception]) -> None:
+        """End the waiting of all, each with an error of its own. The caller holds the lock."""
         while self.waiting:
-            self.waiting.pop().granted.set_exception(error)
+            self.waiting.pop().granted.set_exception(error())
 
     def leave(self, ticket: Ticket[T]) -> None:
         """Give a place up, or what was granted meanwhile."""

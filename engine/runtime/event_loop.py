@@ -231,7 +231,7 @@ class Runtime:
             if held is None or self._closing or os.getpid() != self._pid:
                 return
             held.opening.end()
-            held.input_queue.refuse_all(SessionClosed(end.message))
+            held.input_queue.refuse_all(lambda: SessionClosed(end.message))
             events: list[ev.Event] = []
             for request in requests:
                 listener = self._listeners.pop(request, None)
@@ -284,7 +284,7 @@ class Runtime:
             except Exception:
                 _log.debug("a listener failed while the session was closed", exc_info=True)
         for program in self._programs.values():
-            program.input_queue.refuse_all(SessionClosed(end.message))
+            program.input_queue.refuse_all(lambda: SessionClosed(end.message))
             program.opening.end()
 
     def _closed_error(self) -> SessionClosed:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
 import pytest
 
-from weftline.engine.runtime.byte_budget import ByteBudget
-from weftline.errors import LimitReached
+from weftline.engine.runtime.byte_budget import ByteBudget, WaitQueue
+from weftline.errors import LimitReached, SessionClosed
 
 
 def test_waiting_callers_get_bytes_in_order() -> None:
@@ -110,3 +111,12 @@ def test_a_full_queue_refuses_the_caller_with_the_most() -> None:
     with pytest.raises(LimitReached, match="wait for it"):
         own[1].wait(0)
     assert not own[0].granted.done() and not other.granted.done()
+
+
+def test_each_that_waited_has_an_error_of_its_own_at_the_end() -> None:
+    """Servers clear the frames of an answered error: of a shared one, also those of others that are suspended."""
+    queue: WaitQueue[int] = WaitQueue(contextlib.nullcontext(), lambda ticket, grant: None, 10, "full")
+    tickets = [queue.enter(lambda: None) for _ in range(2)]
+    queue.refuse_all(lambda: SessionClosed("it ended"))
+    first, second = (one.granted.exception() for one in tickets)
+    assert isinstance(first, SessionClosed) and isinstance(second, SessionClosed) and first is not second
