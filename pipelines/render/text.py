@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from weftline.nodes.catalog import CATALOG, engines_of
@@ -155,7 +156,9 @@ def model_name(step: PlannedStep) -> str:
     model = step.options.get("model")
     if not isinstance(model, str):
         return ""
-    return model.rstrip("/").rpartition("/")[2] if model.startswith(("/", "~", ".")) or "://" in model else model
+    if "://" in model:  # the host may have a password, and the query a signature
+        model = "/" + re.split("[?#]", model.partition("://")[2], maxsplit=1)[0].partition("/")[2]
+    return model.rstrip("/").rpartition("/")[2] if model.startswith(("/", "~", ".")) else model
 
 
 def subtitle(step: PlannedStep, batch: bool = False) -> str:

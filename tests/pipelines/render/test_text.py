@@ -9,7 +9,7 @@ import pytest
 from weftline.pipelines.placement.place import Machine
 from weftline.pipelines.placement.plan import Plan
 from weftline.pipelines.placement.planner import make_plan
-from weftline.pipelines.render.text import explain_mermaid, explain_text
+from weftline.pipelines.render.text import explain_mermaid, explain_text, model_name
 from weftline.pipelines.spec.loader import load_yaml
 from weftline.pipelines.spec.policy import Slo
 
@@ -142,3 +142,15 @@ def test_labels_cannot_break_out_of_the_flowchart(catalog) -> None:
     for line in chart.splitlines()[1:]:
         assert re.fullmatch(r"    \w+(\(\[\"[^\"]*\"\]\)|\[\"[^\"]*\"\]| -->\|\"[^\"]*\"\| \w+)", line), line
         assert not re.match(r"    end\b", line), "a name of the user's is never an identifier of the chart"
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("owner/name", "owner/name"), ("models/chat", "models/chat"), ("/srv/acme/chat/", "chat"), ("./a/chat", "chat"),
+        ("s3://bucket/models/chat", "chat"), ("hf://owner/name@v1", "name@v1"), (None, ""),
+        ("https://me:word@host", ""), ("https://me:word@host/a/chat.onnx?signature=1/2#x", "chat.onnx"),
+    ],
+)  # fmt: skip
+def test_a_shown_model_has_no_folder_address_or_query(plan: Plan, model: object, shown: str) -> None:
+    assert model_name(replace(plan.steps[0], options={"model": model})) == shown
