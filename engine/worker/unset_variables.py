@@ -15,7 +15,11 @@ NAMES_MAX = 3
 """Most variables that a message names."""
 
 _NAME = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
-_READ = re.compile(r"""\b(?:getenv|environ\.get)\(\s*["'](\w+)["']""")
+_READ = re.compile(r"""\b(?:getenv|environ\.get)\(\s*["'](\w+)["']\s*\)""")
+"""A read of a variable without a default."""
+
+_ASSIGNED = re.compile(r"\s*([\w.]+)\s*(?::[^=]*)?=\s*(?:\w+\.)?")
+"""The text before a read whose value is assigned to a name."""
 
 
 def unset_variables_hint(error: BaseException) -> str:
@@ -38,14 +42,28 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _names(error: BaseException) -> Iterator[str]:
-    """Yield variables that `os.environ` lacked, that the message is about, or that code which met None reads."""
+    """Yield variables that `os.environ` lacked, that the message is about, or whose value was used and is None."""
     text, frames = str(error), [*_frames(error.__traceback__)]
     if isinstance(error, KeyError) and frames and _is_environ(frames[-1]):
         yield from (name for name in error.args if isinstance(name, str))
     elif "environment variable" in text.lower():
         yield from _NAME.findall(text)
     elif isinstance(error, AttributeError | TypeError) and "NoneType" in text and frames:
-        yield from _READ.findall("".join(linecache.getlines(frames[-1].tb_frame.f_code.co_filename)))
+        yield from _read_at(frames[-1])
+
+
+def _read_at(frame: TracebackType) -> Iterator[str]:
+    """Yield variables that the failing expression reads, or that a name in it was assigned from in the same file."""
+    code = frame.tb_frame.f_code
+    lines = linecache.getlines(code.co_filename)
+    first, last, *_ = list(code.co_positions())[frame.tb_lasti // 2]
+    expression = "".join(lines[(first or 1) - 1 : last or first])
+    for line in lines:
+        for read in _READ.finditer(line):
+            assigned = _ASSIGNED.fullmatch(line, 0, read.start())
+            named = assigned and re.search(rf"\b{re.escape(assigned[1])}\b", expression)
+            if read[1] in expression or named:
+                yield read[1]
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

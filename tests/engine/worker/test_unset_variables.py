@@ -14,6 +14,18 @@ from weftline.nodes.user_code import load
 CODE = """
 import os
 
+LEVEL = os.environ.get("MY_LEVEL")
+KIND = os.environ.get("MY_KIND", "all")
+
+def level(text):
+    return LEVEL.upper()
+
+def kind(text):
+    return KIND + None
+
+def lookup(text):
+    return {}.get(text).upper()
+
 class Client:
     def __init__(self):
         raise RuntimeError("set the MY_API_KEY environment variable")
@@ -59,14 +71,14 @@ def message(folder: Path, name: str) -> str:
     ("name", "variable"),
     [
         ("subscript", "MY_SECRET"), ("getenv", "MY_SECRET"), ("get", "MY_SECRET"), ("library", "MY_API_KEY"),
-        ("chained", "MY_SECRET"),
+        ("chained", "MY_SECRET"), ("level", "MY_LEVEL"),
     ],
 )  # fmt: skip
 def test_an_unset_variable_is_named_with_the_remedy(tmp_path: Path, name: str, variable: str) -> None:
     assert f"({variable}: {HINT.replace('NAME', variable)})" in message(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", ["key", "usual"])
+@pytest.mark.parametrize("name", ["key", "usual", "kind", "lookup"])
 def test_other_exceptions_say_nothing_about_variables(tmp_path: Path, name: str) -> None:
     assert "inherit" not in message(tmp_path, name)
 
