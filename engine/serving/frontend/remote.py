@@ -35,7 +35,7 @@ from weftline.engine.serving.logs import dropped_lines
 from weftline.engine.serving.model_info import ModelInfo, ModelState
 from weftline.engine.serving.statistics import ModelFigures
 from weftline.engine.serving.unsent_budget import WAIT_S
-from weftline.errors import LimitReached, SessionClosed, UnknownModel
+from weftline.errors import DeadlineExceeded, LimitReached, SessionClosed, UnknownModel
 from weftline.shm.arena import HostArena
 
 CREDIT_BYTES = msg.WINDOW_BYTES // 4
@@ -258,7 +258,14 @@ class RemoteBackend:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         wait_s = WAIT_S if ask.deadline_ms is None else max(0.0, min(WAIT_S, ask.deadline_ms / 1000))
-        placement = await self._requests.place_in_turn(PackedValues(ask.inputs), ask.caller, wait_s)
+        values = PackedValues(ask.inputs)
+        try:
+            placement = await self._requests.place_in_turn(values, ask.caller, wait_s)
+        except LimitReached:
+            if wait_s < WAIT_S and loop.time() >= started_s + wait_s:
+                found = "the call's deadline passed while other requests took up all memory for inputs"
+                raise DeadlineExceeded(found) from None
+            raise
         try:
             if self._transport is not None:
                 await self._transport.wait_writable()

@@ -22,6 +22,7 @@ from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.auth.tokens import TokenFile, digest
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServedPipeline
+from weftline.engine.serving.frontend.shared_buffer import PackedValues
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
 from weftline.errors import (
@@ -265,6 +266,19 @@ def test_a_deadline_ends_a_request_in_time(run: Run, gate: Gate) -> None:
         return time.monotonic() - since
 
     assert run(script) < 1.0
+
+
+def test_a_deadline_ends_the_wait_for_memory_for_inputs(repository: Repository) -> None:
+    async def script() -> None:
+        async with linked(LocalBackend(repository, {}), buffer_bytes=8 << 20) as link:
+            taken = link.buffer.place(PackedValues({"x": np.ones(1 << 20, np.float32)}))
+            large = {"x": np.ones(5 << 18, np.float32)}
+            with pytest.raises(DeadlineExceeded, match="all memory for inputs"):
+                await link.remote.ask(Ask("array", large, deadline_ms=50))
+            link.buffer.free(taken.block)
+            await outputs_of(link.remote, Ask("array", large, deadline_ms=20_000))
+
+    asyncio.run(script())
 
 
 # cancels
