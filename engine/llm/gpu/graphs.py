@@ -19,8 +19,9 @@ Between the first two the host is free: to turn the last round's tokens into tex
 launched before: its rows take their tokens from the newest ones on the device (`tokens_from`).
 
 `record` makes the graphs of all sizes, largest first, before requests come. A size that is missing is recorded when a
-round first needs it. A size whose recording fails is computed without a graph, and `failures` says why. Graphs contain
-the addresses of the KV memory: after it moved they must be dropped.
+round first needs it; where there is no graph at all, the largest is recorded before it, in whose temporary memory all
+others fit. A size whose recording fails is computed without a graph, and `failures` says why. Graphs contain the
+addresses of the KV memory: after it moved they must be dropped.
 """
 
 from __future__ import annotations
@@ -175,6 +176,7 @@ class DecodeGraphs:
         if not 0 < len(spans) <= self.sequences_max:
             raise ValueError(f"a round of {len(spans)} sequences, expected 1 to {self.sequences_max}")
         size = self.sizes[bisect_left(self.sizes, len(spans))]
+        self._record_largest(size)
         view = self._fill(size, spans, tokens, tokens_from, adapters, range(len(spans)), draws)
         logits = self._pass(size)[: len(view.starts)]
         chosen = self.draw(logits, KINDS[max(map(_kind, draws), default=0)], view.draws)
@@ -207,6 +209,7 @@ class DecodeGraphs:
         if self.capture is None or not fits:
             return None
         size = self.sizes[bisect_left(self.sizes, len(tokens))]
+        self._record_largest(size)
         if size in self.failures:
             return None
         self._fill(size, spans, tokens, (), adapters, keep, ())
@@ -215,6 +218,12 @@ class DecodeGraphs:
             return None
         graph()
         return self._out[: len(keep)]
+
+    def _record_largest(self, size: int) -> None:
+        """Record the largest size before any other, ahead of a round of `size`: rising, each would take new memory."""
+        missing = self._missing()
+        if not self._graphs and size in missing and size != missing[0]:
+            self.record(most=1)
 
     def _missing(self) -> list[int]:
         """Return the sizes still to be recorded, largest first."""

@@ -123,9 +123,9 @@ def test_lengths_grow_past_those_of_the_recording(family: str, fused: bool, disp
     for _ in range(32):  # four pages more than when the graph was recorded
         decoder.step([0, 1, 2])
     decoder.check(family)
-    assert decoder.graphs.recorded == (4,)
+    assert decoder.graphs.recorded == (4, 64)  # the largest comes first
     # one run to see how wide the logits are, one to warm up, and the recorded one: all rounds were replays
-    assert decoder.forwards == [4, 4, 4]
+    assert decoder.forwards == [64, 64, 64, 4, 4]
     assert not decoder.graphs.failures
 
 
@@ -144,8 +144,8 @@ def test_who_is_in_a_round_changes_from_replay_to_replay(dispatched: None) -> No
         room = [at for at in range(5) if len(decoder.said()[at]) < 48]
         decoder.step(rng.sample(room, rng.randint(1, len(room))))
     decoder.check("llama")
-    assert decoder.graphs.recorded == (1, 2, 4, 8)
-    assert len(decoder.forwards) == 1 + 2 * 4
+    assert decoder.graphs.recorded == (1, 2, 4, 8, 64)
+    assert len(decoder.forwards) == 1 + 2 * 5
 
 
 def test_padding_rows_write_nowhere(dispatched: None) -> None:
@@ -198,7 +198,7 @@ def test_after_the_pages_moved_graphs_are_dropped_and_recorded_again(dispatched:
     for _ in range(3):
         decoder.step([0, 1, 2])
     decoder.check("llama")
-    assert len(decoder.forwards) == 2 * 3
+    assert len(decoder.forwards) == 2 * (3 + 2)
     assert decoder.graphs.capture is not None and decoder.graphs.capture.forgotten == 1  # their pool is not used again
 
 
@@ -226,15 +226,15 @@ def test_an_unrecordable_model_is_computed_eagerly_and_reported_once(
     reason = "RuntimeError: this fake was set to fail"
     assert decoder.graphs.failures == dict.fromkeys(decoder.graphs.sizes, reason)
     assert decoder.graphs.complete
-    assert decoder.forwards == [4] * 4
+    assert decoder.forwards == [64] + [4] * 3
     assert [record.getMessage() for record in caplog.records] == [
         "rounds of any number of tokens are computed without a CUDA graph, and take longer; "
-        f"recording one of 4 failed: {reason}"
+        f"recording one of 64 failed: {reason}"
     ]
     capture.fail = False
     decoder.graphs.drop()
     decoder.step([0, 1, 2])
-    assert decoder.graphs.recorded == (4,)
+    assert decoder.graphs.recorded == (4, 64)
     decoder.check("llama")
 
 
@@ -324,5 +324,5 @@ def test_draws_from_a_graphs_logits_are_those_from_computed_ones(
                 answer.tokens.append(token)
         said.append(decoder.said())
     assert said[0] == said[1]
-    assert decoder.graphs.recorded == (2,)
+    assert decoder.graphs.recorded == (2, 64)
     assert kinds == [kind] * 12
