@@ -19,7 +19,7 @@ from weftline.engine.llm.request_grammars import RequestGrammars, constraint_err
 from weftline.engine.llm.sampling.sampler import Row, Sampler
 from weftline.engine.llm.schedule import Round, ScheduledChunk
 from weftline.engine.llm.sequence import Sequence
-from weftline.errors import LimitReached, StepError, WeftlineError
+from weftline.errors import LimitReached, StepError, WeftlineError, first_line
 from weftline.nodes.out_of_memory import BatchSizeLimit, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class RoundExecutor:
         self._grammars = grammars
         self._prefill_limit = prefill_limit
         self._sampler = Sampler(runner.ends, runner.vocabulary)
+        self._launch_errors: set[str] = set()
 
     def compute(
         self, chunks: SequenceOf[ScheduledChunk], copies: SequenceOf[tuple[int, int]] = ()
@@ -126,9 +127,23 @@ class RoundExecutor:
         try:
             return RoundInFlight(round.chunks, runner.launch(round.chunks, round.copies))
         except Exception as error:  # `run` computes it instead, and finds the request that fails
-            if not is_out_of_memory(error):  # sampling ran out of memory; graphs have their own
+            short = is_out_of_memory(error)  # sampling did; graphs have memory of their own
+            self._log_launch(error, short)
+            if not short:
                 runner.graphs.drop()
             return None
+
+    def _log_launch(self, error: Exception, short: bool) -> None:
+        """Log why a round could not be launched, once for each type of error."""
+        name = type(error).__name__
+        if name in self._launch_errors:
+            return
+        self._launch_errors.add(name)
+        graphs = "graphs are kept" if short else "graphs are recorded again"
+        _log.warning(
+            "a round could not be launched ahead, and its tokens are drawn by the host; %s: %s: %.300s",
+            graphs, name, first_line(error), exc_info=None if short else error,
+        )  # fmt: skip
 
     def _sample(self, chunks: SequenceOf[ScheduledChunk], logits: Tensor) -> list[ChunkResult]:
         if all(chunk.plain for chunk in chunks):

@@ -240,6 +240,19 @@ def test_after_a_resize_an_idle_node_records_one_graph_per_round() -> None:
     assert runner.graphs.recorded == sizes and rounds == 1
 
 
+def test_the_first_graph_that_a_round_records_is_the_largest() -> None:
+    runner = _runner(FakeCapture())
+    engine, graphs = Engine(runner, None, RoundLimits(48, 6)), runner.graphs
+    assert graphs is not None
+    said = _said(engine, _asks(3)[:4])
+    assert _tokens(said) == _tokens(_said(Engine(_runner(None), None, RoundLimits(48, 6)), _asks(3)[:4]))
+    assert next(iter(graphs._graphs)) == SIZES[-1] and len(graphs._graphs) > 2
+    engine.resize(120)
+    assert graphs.recorded == ()
+    engine.generate([[5]], SamplingParams(tokens_max=2, ignore_eos=True))
+    assert list(graphs._graphs) == [SIZES[-1], 1]
+
+
 class Short(FakeCapture):
     """A device without memory for graphs of more than `most` tokens."""
 
@@ -284,6 +297,24 @@ def test_without_device_memory_for_sampling_the_host_samples() -> None:
     runner.graphs.draw = short
     assert _said(engine, asks) == _said(Engine(_runner(Computed()), None, RoundLimits(48, 6)), asks)
     assert isinstance(capture, FakeCapture) and capture.forgotten == 0
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["out of memory", "another error"])
+def test_a_round_that_could_not_be_launched_is_logged_once(short: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runner = _runner(FakeCapture())
+    assert runner.graphs is not None
+    engine = Engine(runner, None, RoundLimits(48, 6))
+
+    def fails(*given: Any) -> Tensor:
+        raise torch.OutOfMemoryError("Tried to allocate 7 MiB") if short else ValueError("no such kernel\nat all")
+
+    runner.graphs.draw = fails
+    engine.generate([[5, 6, 7]], SamplingParams(tokens_max=6, ignore_eos=True))
+    found = [record.getMessage() for record in caplog.records]
+    reason = "OutOfMemoryError: Tried to allocate 7 MiB" if short else "ValueError: no such kernel"
+    graphs = "graphs are kept" if short else "graphs are recorded again"
+    assert found == [f"a round could not be launched ahead, and its tokens are drawn by the host; {graphs}: {reason}"]
+    assert (caplog.records[0].exc_info is None) is short
 
 
 def test_a_round_that_no_graph_holds_is_computed_as_it_is() -> None:
