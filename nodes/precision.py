@@ -63,18 +63,38 @@ def round_weights(network: Any, precision: str) -> None:
 def compute_in_float32(torch: Any) -> None:
     """Turn off TF32 in cuDNN's convolutions and recurrent layers, where torch allows it by default.
 
-    A worker on a GPU calls this once, before its nodes compute; code of users may set it again.
+    Matrix products are in float32 by torch's default. A worker on a GPU calls this once, before its nodes compute; code
+    of users may set it again.
     """
-    for owner, name in _tf32_settings(torch)[1:]:
-        setattr(owner, name, "ieee" if name == "fp32_precision" else False)
+    torch.backends.cudnn.allow_tf32 = False
 
 
-def _tf32_settings(torch: Any) -> list[tuple[Any, str]]:
-    """Return torch's settings of TF32, that of matrix products first; torch before 2.9 has the older names."""
-    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    if hasattr(products, "fp32_precision"):
-        return [(owner, "fp32_precision") for owner in (products, cudnn.conv, cudnn.rnn)]
-    return [(products, "allow_tf32"), (cudnn, "allow_tf32")]
+class _Settings:
+    """Torch's settings of TF32. They are written by their older names.
+
+    Since 2.9 torch has newer ones (`fp32_precision`), and refuses to read the older ones after a newer one was written
+    to another value. `torch.backends.cudnn.flags` and torch.compile read the older ones. The newer ones can always be
+    read, and distinguish "none" from "ieee".
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._products, self._cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        newer = [self._products, self._cudnn.conv, self._cudnn.rnn] if hasattr(self._products, "fp32_precision") else []
+        self._before = [(one, one.fp32_precision) for one in newer]
+        if newer:
+            self._allowed = [one.fp32_precision == "tf32" for one in newer[:2]]
+        else:
+            self._allowed = [self._products.allow_tf32, self._cudnn.allow_tf32]
+
+    def allow(self) -> None:
+        self._products.allow_tf32 = self._cudnn.allow_tf32 = True
+
+    def restore(self) -> None:
+        """Return to the settings at the time of `__init__`."""
+        self._products.allow_tf32, self._cudnn.allow_tf32 = self._allowed
+        for owner, value in self._before:
+            if owner.fp32_precision != value:
+                owner.fp32_precision = value
 
 
 class _Tf32:
@@ -83,27 +103,24 @@ class _Tf32:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._before: list[Any] = []
+        self._before: _Settings | None = None
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
         import torch
 
-        settings = _tf32_settings(torch)
         with self._lock:
             if not self._inside:
-                self._before = [getattr(owner, name) for owner, name in settings]
-                for owner, name in settings:
-                    setattr(owner, name, "tf32" if name == "fp32_precision" else True)
+                self._before = _Settings(torch)
+                self._before.allow()
             self._inside += 1
         try:
             yield
         finally:
             with self._lock:
                 self._inside -= 1
-                if not self._inside:
-                    for (owner, name), value in zip(settings, self._before, strict=True):
-                        setattr(owner, name, value)
+                if not self._inside and self._before is not None:
+                    self._before.restore()
 
 
 _TF32 = _Tf32()

@@ -2,8 +2,10 @@
 
 import copy
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,18 +124,45 @@ def test_tf32_is_allowed_in_calls_only_until_the_last_thread_ends() -> None:
         assert products.fp32_precision == before
 
 
-def test_convolutions_compute_in_float32_unless_tf32_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]
-    before = [part.fp32_precision for part in parts]
-    try:
-        compute_in_float32(torch)
-        assert [part.fp32_precision for part in parts] == ["ieee", "ieee"]
-        with computing_in("tf32", "cuda:0"):
-            assert [part.fp32_precision for part in parts] == ["tf32", "tf32"]
-        assert [part.fp32_precision for part in parts] == ["ieee", "ieee"]
-    finally:
-        for part, value in zip(parts, before, strict=True):
-            part.fp32_precision = value
+@pytest.fixture
+def settings() -> Iterator[Callable[[], dict[str, Any]]]:
+    """Read torch's settings of TF32 by all their names, as torch's own code does; they are as before afterwards."""
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    parts = {"matmul": products, "conv": cudnn.conv, "rnn": cudnn.rnn}
+    allowed = products.allow_tf32, cudnn.allow_tf32
+    before = {name: part.fp32_precision for name, part in parts.items()}
+
+    def read() -> dict[str, Any]:
+        with torch.backends.cudnn.flags(enabled=True):  # reads and writes the older names
+            pass
+        tf32 = {name: part.fp32_precision == "tf32" for name, part in parts.items()}
+        return tf32 | {"products": products.allow_tf32, "cudnn": cudnn.allow_tf32}
+
+    yield read
+    products.allow_tf32, cudnn.allow_tf32 = allowed
+    for name, part in parts.items():
+        part.fp32_precision = before[name]
+
+
+def test_convolutions_compute_in_float32_unless_tf32_is_asked_for(settings: Callable[[], dict[str, Any]]) -> None:
+    names = ("matmul", "conv", "rnn", "products", "cudnn")
+    compute_in_float32(torch)
+    assert settings() == dict.fromkeys(names, False)
+    with computing_in("tf32", "cuda:0"):
+        assert settings() == dict.fromkeys(names, True)
+    assert settings() == dict.fromkeys(names, False)
+
+
+@pytest.mark.parametrize("asked", ["tf32", "ieee"])
+def test_settings_that_a_users_code_made_come_back(asked: str, settings: Callable[[], dict[str, Any]]) -> None:
+    cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    parts = [products, cudnn.conv, cudnn.rnn]
+    for part in parts:  # by the newer names: the older ones cannot be read then where they differ
+        part.fp32_precision = asked
+    with computing_in("tf32", "cuda:0"):
+        assert set(settings().values()) == {True}
+    assert [part.fp32_precision for part in parts] == [asked] * 3
+    assert set(settings().values()) == {asked == "tf32"}
 
 
 def test_settings_of_older_torch_are_known() -> None:

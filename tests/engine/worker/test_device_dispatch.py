@@ -689,13 +689,13 @@ def test_a_call_outside_the_steps_stream_finds_its_inputs(
 def test_a_worker_on_a_gpu_turns_tf32_off_before_its_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeGpu("fake:0")
     monkeypatch.setattr(driver, "device", "cuda:0")
-    conv, rnn = SimpleNamespace(fp32_precision="tf32"), SimpleNamespace(fp32_precision="tf32")
+    cudnn = SimpleNamespace(allow_tf32=True)
     cuda = SimpleNamespace(is_built=lambda: True, matmul=SimpleNamespace(fp32_precision="none"))
-    backends = SimpleNamespace(cuda=cuda, cudnn=SimpleNamespace(conv=conv, rnn=rnn))
+    backends = SimpleNamespace(cuda=cuda, cudnn=cudnn)
     streams = SimpleNamespace(ExternalStream=lambda *given, **named: given, stream=contextlib.nullcontext)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(backends=backends, cuda=streams))
     with WorkerDevice(driver).use_stream(7):
-        assert (conv.fp32_precision, rnn.fp32_precision, cuda.matmul.fp32_precision) == ("ieee", "ieee", "none")
+        assert (cudnn.allow_tf32, cuda.matmul.fp32_precision) == (False, "none")
 
 
 def test_a_digest_is_of_bytes_wherever_they_lie(bench: DeviceBench) -> None:
