@@ -33,6 +33,10 @@ KEPT_VARIABLES = (
     # which GPUs there are, where CUDA lies, and what it caches and loads
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "CUDA_CACHE_PATH", "CUDA_CACHE_MAXSIZE", "CUDA_CACHE_DISABLE",
     "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    # a client's part of NVIDIA's multi-process service; whether it connects is decided in `mps.py`
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING",
     # torch's allocator (the second name since torch 2.9), and where torch.compile keeps what it has compiled
     "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
     # the C compiler that Triton and torch.compile call, and where it finds headers and libraries
@@ -42,8 +46,8 @@ KEPT_VARIABLES = (
 )  # fmt: skip
 """Variables that a worker inherits: paths, and settings that GPU libraries take in no other form; never a secret."""
 
-KEPT_PREFIXES = ("NCCL_", "TRITON_")
-"""Prefixes of further names that it inherits: NCCL's interfaces and transports, Triton's caches and tools."""
+KEPT_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TRITON_")
+"""Prefixes of further names that it inherits: NCCL's interfaces and transports, torch's use of it, Triton's caches."""
 
 _PRIVATE = re.compile(r"AUTH|PASS|PWD|CRED", re.IGNORECASE)
 _WITH_PASSWORD = re.compile(r"://[^/\s]*@")

@@ -278,11 +278,14 @@ def test_a_worker_inherits_what_libraries_of_gpus_need_and_no_secret() -> None:
         "CUDA_VISIBLE_DEVICES": "GPU-8932f937", "TRITON_CACHE_DIR": "/cache/triton", "TRITON_LIBCUDA_PATH": "/usr/lib",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "NCCL_SOCKET_IFNAME": "eth0", "NCCL_P2P_DISABLE": "1", "CC": "gcc-13", "CUDA_CACHE_PATH": "/cache/nv",
+        "NVIDIA_TF32_OVERRIDE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_BLOCKING_WAIT": "0",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "40", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=8G",
+        "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING": "1", "CUDA_MPS_CLIENT_PRIORITY": "1",
     }  # fmt: skip
     dropped = {
         "AWS_SECRET_ACCESS_KEY": "s", "HF_TOKEN": "s", "DATABASE_URL": "s", "TRITON_API_KEY": "s",
         "TRITON_AUTH": "s", "TRITON_PWD": "s", "TRITON_SERVER_URL": "https://user:s@host",
-        "NCCL_TOKEN": "s", "TRITONSERVER_PASSWORD": "s", "WEFTLINE_ANYTHING": "s", "CUDA_MPS_PIPE_DIRECTORY": "/mine",
+        "NCCL_TOKEN": "s", "TORCH_NCCL_KEY": "s", "TRITONSERVER_PASSWORD": "s", "WEFTLINE_ANYTHING": "s", "CUDA_MPS_PIPE_DIRECTORY": "/mine",
     }  # fmt: skip
     made = processes._environment(kept | dropped, 2)
     assert kept.items() <= made.items()
