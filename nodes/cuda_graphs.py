@@ -46,6 +46,17 @@ def graph_sizes(items_max: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(sorted({*chosen, items_max}))
 
 
+WARM_EACH_MAX = 16
+"""Largest batch up to which every size is warmed up; beyond, those that `graph_sizes` has, and the preferred ones."""
+
+
+def warm_sizes(items_max: int, sizes: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the batch sizes to run before requests come, rising; libraries choose kernels for each size they meet."""
+    if items_max <= WARM_EACH_MAX:
+        return tuple(range(1, items_max + 1))
+    return tuple(sorted({*graph_sizes(items_max), *(size for size in sizes if 0 < size < items_max)}))
+
+
 class TorchGraphs:
     """The graphs of one module.
 

@@ -5,8 +5,9 @@ of no fixed size, that is the batch: it is not part of the ports, and a whole ba
 called item by item. Where it fixes a batch of 1 and what is wired to it lacks that dimension, each item is given one,
 and it is taken off the outputs again. A scalar that is wired to a column [batch, 1] is a row of that column.
 
-On a GPU tensors are read and written on the device. A model with texts or maps (`onnx_values.py`) computes on values on
-the host. Outputs of other types are left out unless the pipeline reads them.
+On a GPU tensors are read and written on the device, and batches are run before requests come: of every size up to 16
+items, and where batches are larger of powers of two, the sizes preferred, and the largest. A model with texts or maps
+(`onnx_values.py`) computes on values on the host. Outputs of other types are left out unless the pipeline reads them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from weftline.node import (
     StepError,
 )
 from weftline.nodes.class_labels import with_labels
-from weftline.nodes.cuda_graphs import check_graphs, graph_sizes
+from weftline.nodes.cuda_graphs import check_graphs, graph_sizes, warm_sizes
 from weftline.nodes.grouping import group_by_shape
 from weftline.nodes.model_file import need_file
 from weftline.nodes.onnx_file import MAPS, TENSOR, TEXTS, OnnxFile, ValueInfo, onnx_bytes, read_onnx
@@ -53,6 +54,7 @@ from weftline.nodes.onnx_session import (
 from weftline.nodes.onnx_values import KINDS, from_result, refusal, sizes_of, to_texts, type_of
 from weftline.nodes.ports import Dim
 from weftline.shm.device.driver import GpuDriver, open_driver
+from weftline.shm.device.names import is_gpu
 from weftline.shm.spec import STAND_INS
 from weftline.shm.view import numpy_dtype
 
@@ -74,7 +76,8 @@ class OnnxConfig:
     batched:  'auto': the first dimension is the batch where it has no fixed size on every input and output; where the
               file fixes it at 1 and what is wired to the step lacks it, items are run one by one. 'true': it is the
               batch; where the file fixes it at 1, items are run one by one. 'false': it is part of the item.
-    tensorrt: use TensorRT on a GPU where ONNX Runtime has it; the engines it builds are kept between runs.
+    tensorrt: use TensorRT on a GPU where ONNX Runtime has it; the engines it builds are kept between runs. Where all
+              sizes but the batch are fixed, an engine is for batches of 1 to `batch.items_max`.
     graphs:   repeat calls as CUDA graphs of the CUDA provider, in place of TensorRT, captured when the step opens: for
               each of `batch.sizes`, else for powers of two, and for `batch.items_max`; batches between are padded. All
               sizes but the batch must be fixed. A model that cannot be captured (control flow, operators on the CPU)
@@ -172,8 +175,10 @@ class Onnx(BatchNode):
         if self._mapping.plain:
             return  # a text that is made up may be one that the model refuses
         inputs = [_made_up(port, info) for port, info in self._mapping.inputs]
-        if not any(array is None for array in inputs):
-            self._answers([array for array in inputs if array is not None])
+        known = [array for array in inputs if array is not None]
+        if len(known) == len(inputs):
+            self._warm_batches(known)
+            self._answers(known)
         if self._sizes:
             self._capture()
 
@@ -200,6 +205,22 @@ class Onnx(BatchNode):
                     found[name][item] = values[position]
         return found
 
+    def _warm_batches(self, one: Sequence[np.ndarray]) -> None:
+        """Run batches of made-up items on a GPU, the largest first: the smaller ones fit in its memory.
+
+        Batches of graphs are captured instead. A failure is warned of: batches in service are halved where memory is
+        short.
+        """
+        context = self._context
+        if self._sizes or not self._mapping.together or not is_gpu(context.device):
+            return
+        for items in reversed(warm_sizes(context.items_max, context.sizes)[1:]):
+            try:
+                self._answers([np.repeat(array, items, axis=0) for array in one])
+            except Exception as error:
+                _log.warning("%s: a batch of %d failed before requests: %.300s", self.config.model, items,
+                             first_line(error))  # fmt: skip
+
     def close(self) -> None:
         if self._graphs is not None:
             self._graphs.close()
@@ -213,7 +234,18 @@ class Onnx(BatchNode):
             except ModelError as error:
                 self._sizes = ()
                 _log.warning("%s runs without CUDA graphs: %.300s", self.config.model, error)
-        return open_session(path, self.config.model, context, self.config.tensorrt)
+        return open_session(path, self.config.model, context, self.config.tensorrt, items=self._items())
+
+    def _items(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of an item of every input, without the batch; empty where there is none, or a size is free.
+
+        Texts and maps never run on TensorRT.
+        """
+        found = {info.name: (info.dims or ())[1:] for _, info in self._mapping.inputs}
+        if not self._mapping.together or self._mapping.plain:
+            return {}
+        fixed = {name: tuple(dim for dim in dims if isinstance(dim, int)) for name, dims in found.items()}
+        return fixed if all(len(fixed[name]) == len(dims) for name, dims in found.items()) else {}
 
     def _capture(self) -> None:
         """Capture the graphs; a failure is warned of, and runs without them."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -32,6 +33,10 @@ from weftline.shm.device.tensor import DeviceTensor
 from weftline.shm.spec import STAND_INS, TensorSpec
 
 Provider = tuple[str, dict[str, Any]]
+Shapes = Mapping[str, tuple[int, ...]]
+NO_SHAPES: Shapes = {}
+
+_log = logging.getLogger(__name__)
 
 _BOTH = "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files"
 _ONE = (
@@ -59,10 +64,13 @@ def _installed(name: str) -> bool:
     return True
 
 
-def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = True, graphs: bool = False) -> Any:
+def open_session(
+    path: Path, shown: str, context: OpenContext, tensorrt: bool = True, graphs: bool = False, items: Shapes = NO_SHAPES
+) -> Any:
     """Return an InferenceSession on `context`'s device; ModelError when the file or the device does not work.
 
     graphs: its runs may be captured as CUDA graphs; ModelError too when the model's cannot.
+    items:  the shape of one item of every input; empty where a size is free, or items run one by one.
     """
     try:
         check_runtime()
@@ -79,14 +87,48 @@ def open_session(path: Path, shown: str, context: OpenContext, tensorrt: bool = 
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     available, engines = onnxruntime.get_available_providers(), _engine_dir(path, context)
     wanted = providers(available, context.device, engines, tensorrt and not graphs, context.stream, graphs)
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=wanted)
-    except Exception as error:
-        reason = first_line(error).replace(str(path), shown)
-        fix = f"\n    fix: {_LOCALE_FIX}" if "construct locale" in reason else ""
-        raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}{fix}") from None
+    attempts = _attempts(wanted, trt_profile(items, context.items_max))
+    # ONNX Runtime's own fallback takes the CPU, or the first GPU without these options, and only prints it.
+    own = {"enable_fallback": 0} if len(wanted) > 1 else {}
+    for left, (providers_used, without) in zip(reversed(range(len(attempts))), attempts):
+        try:
+            return onnxruntime.InferenceSession(str(path), options, providers=providers_used, **own)
+        except Exception as error:
+            reason = first_line(error).replace(str(path), shown)
+            if not left:
+                fix = f"\n    fix: {_LOCALE_FIX}" if "construct locale" in reason else ""
+                raise ModelError(f"{shown} cannot be opened by ONNX Runtime: {reason:.300}{fix}") from None
+            _log.warning("%s is opened without %s: %.300s", shown, without, reason)
+    raise RuntimeError("no attempt to open a session")  # not reached: there is always one
 
 
+def _attempts(wanted: list[Provider], profile: dict[str, str]) -> list[tuple[list[Provider], str]]:
+    """Return the lists of providers to try in turn, each with what the next one leaves out."""
+    first, *others = wanted
+    if first[0] != TENSORRT:
+        return [(wanted, "")]
+    attempts = [(wanted, "TensorRT"), (others, "")]
+    if profile:  # refused where only parts of the model run on TensorRT, whose inputs need shapes too
+        attempts.insert(0, ([(TENSORRT, first[1] | profile), *others], "the shapes of its batches for TensorRT"))
+    return attempts
+
+
+def trt_profile(items: Shapes, items_max: int) -> dict[str, str]:
+    """Return TensorRT's options for batches of 1 to `items_max`; none where they cannot be stated.
+
+    Without them an engine is built for the first batch, and again for each that is smaller or larger than any before.
+    """
+    if not items or any(mark in name for name in items for mark in ":,"):
+        return {}
+
+    def shapes(batch: int) -> str:
+        return ",".join(f"{name}:{'x'.join(map(str, (batch, *shape)))}" for name, shape in items.items())
+
+    largest = shapes(items_max)
+    return {"trt_profile_min_shapes": shapes(1), "trt_profile_opt_shapes": largest, "trt_profile_max_shapes": largest}
+
+
+TENSORRT = "TensorrtExecutionProvider"
 CUDA_OPTIONS = {
     "use_tf32": "0",  # float32 means float32
     "cudnn_conv_algo_search": "HEURISTIC",  # EXHAUSTIVE times all convolutions at the first batch of every size
@@ -112,11 +154,11 @@ def providers(
     on = {"device_id": index_of(device)} | ({"user_compute_stream": str(stream)} if stream else {})
     captures = {"enable_cuda_graph": "1"} if graphs else {}
     found: list[Provider] = [("CUDAExecutionProvider", on | CUDA_OPTIONS | captures), cpu]
-    if tensorrt and "TensorrtExecutionProvider" in available:
+    if tensorrt and TENSORRT in available:
         engine_dir.mkdir(parents=True, exist_ok=True)
         kept = {"trt_engine_cache_enable": True, "trt_timing_cache_enable": True}
         paths = {"trt_engine_cache_path": str(engine_dir), "trt_timing_cache_path": str(engine_dir)}
-        found.insert(0, ("TensorrtExecutionProvider", {**on, **kept, **paths}))
+        found.insert(0, (TENSORRT, {**on, **kept, **paths}))
     return found
 
 

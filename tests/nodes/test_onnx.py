@@ -1,3 +1,4 @@
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from weftline.errors import ModelError, PipelineError, StepError
 from weftline.nodes.contract import Batch, ConfigError, OpenContext, StepContext
 from weftline.nodes.onnx import Onnx, OnnxConfig
 from weftline.nodes.onnx_file import ValueInfo, read_onnx
-from weftline.nodes.onnx_session import SessionMemory, call, providers, session_memory
+from weftline.nodes.onnx_session import SessionMemory, call, providers, session_memory, trt_profile
 from weftline.nodes.ports import PortType
 from weftline.pipelines.placement.machine import Machine
 from weftline.pipelines.placement.planner import make_plan
@@ -432,6 +433,128 @@ def test_providers_follow_the_device(tmp_path: Path) -> None:
     assert [name for name, _ in providers(everything, "fake:0", tmp_path, True)] == ["CPUExecutionProvider"]
     with pytest.raises(ModelError, match=r"weftline\[gpu\]"):
         providers(["CPUExecutionProvider"], "cuda:0", tmp_path, True)
+
+
+class Opened:
+    """ONNX Runtime with TensorRT, as far as sessions are opened; refuses lists of providers with an option or name."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused, self.tried = refused, []
+
+    def __call__(self, path: str, options: object, providers: list, **further: object) -> object:
+        assert further == {"enable_fallback": 0}  # which would take the CPU without a word
+        self.tried.append(providers)
+        if any(name in self.refused or set(given) & set(self.refused) for name, given in providers):
+            raise RuntimeError(f"no engine for {path}")
+        return self
+
+
+def tensorrt(monkeypatch: pytest.MonkeyPatch, *refused: str) -> Opened:
+    session = Opened(*refused)
+    everything = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr("onnxruntime.InferenceSession", session)
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: everything)
+    return session
+
+
+def test_tensorrt_is_given_the_shapes_of_all_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear("N", tmp_path / "m.onnx")
+    session = tensorrt(monkeypatch)
+    Onnx(OnnxConfig("m.onnx")).open(OpenContext(tmp_path, "cuda:1", items_max=6, cache_dir=tmp_path))
+    (name, options), (cuda, _), _ = session.tried[0]
+    assert (name, cuda) == ("TensorrtExecutionProvider", "CUDAExecutionProvider") and len(session.tried) == 1
+    assert {key: text for key, text in options.items() if "profile" in key} == {
+        "trt_profile_min_shapes": "x:1x4", "trt_profile_opt_shapes": "x:6x4", "trt_profile_max_shapes": "x:6x4",
+    }  # fmt: skip
+    assert trt_profile({"a": (3, 8), "b": ()}, 2)["trt_profile_max_shapes"] == "a:2x3x8,b:2"
+    assert trt_profile({}, 2) == trt_profile({"a:0": (3,)}, 2) == {}
+
+
+@pytest.mark.parametrize("first", [1, "free width"])
+def test_tensorrt_is_given_no_shapes_that_are_not_known(
+    first: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = linear(1 if first == 1 else "N")
+    if first != 1:
+        model.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "width"
+    onnx.save(model, tmp_path / "m.onnx")
+    session = tensorrt(monkeypatch)
+    Onnx(OnnxConfig("m.onnx")).open(OpenContext(tmp_path, "cuda:0", items_max=6, cache_dir=tmp_path))
+    assert not any("profile" in key for key in session.tried[0][0][1])
+
+
+@pytest.mark.parametrize(
+    ("refused", "kept"),
+    [
+        (("trt_profile_min_shapes",), ["Tensorrt", "CUDA", "CPU"]),
+        (("trt_profile_min_shapes", "TensorrtExecutionProvider"), ["CUDA", "CPU"]),
+    ],
+)
+def test_what_tensorrt_refuses_is_left_out_with_a_warning(
+    refused: tuple[str, ...], kept: list[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("weftline"), "propagate", True)
+    linear("N", tmp_path / "m.onnx")
+    session = tensorrt(monkeypatch, *refused)
+    Onnx(OnnxConfig("m.onnx")).open(OpenContext(tmp_path, "cuda:3", items_max=6, cache_dir=tmp_path, stream=7))
+    last = session.tried[-1]
+    assert [name.removesuffix("ExecutionProvider") for name, _ in last] == kept
+    assert all(options["device_id"] == 3 and options["user_compute_stream"] == "7" for _, options in last[:-1])
+    assert caplog.messages[0] == (
+        "m.onnx is opened without the shapes of its batches for TensorRT: no engine for m.onnx"
+    )
+    assert len(caplog.messages) == len(refused) == len(session.tried) - 1
+
+
+def test_a_gpu_that_refuses_the_model_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear("N", tmp_path / "m.onnx")
+    tensorrt(monkeypatch, "CUDAExecutionProvider")
+    with pytest.raises(ModelError, match=r"no engine for m\.onnx"):
+        Onnx(OnnxConfig("m.onnx")).open(OpenContext(tmp_path, "cuda:3", items_max=6, cache_dir=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device", "items_max", "sizes", "batches"),
+    [
+        ("fake:0", 5, (), [5, 4, 3, 2, 1]),
+        ("fake:0", 40, (24,), [40, 32, 24, 16, 8, 4, 2, 1]),
+        ("fake:0", 1, (), [1]),
+        ("cpu", 5, (), [1]),
+    ],
+)
+def test_batches_are_warmed_up_on_a_gpu_the_largest_first(
+    device: str, items_max: int, sizes: tuple[int, ...], batches: list[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    linear("N", tmp_path / "m.onnx")
+    node, found = Onnx(OnnxConfig("m.onnx")), []
+    node.open(OpenContext(tmp_path, device, items_max=items_max, sizes=sizes))
+    run = node._answers
+    monkeypatch.setattr(node, "_answers", lambda values, *more: found.append(len(values[0])) or run(values, *more))
+    node.warm_up()
+    assert found == batches
+
+
+def test_a_batch_that_cannot_be_warmed_up_does_not_end_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("weftline"), "propagate", True)
+    linear("N", tmp_path / "m.onnx")
+    node = Onnx(OnnxConfig("m.onnx"))
+    node.open(OpenContext(tmp_path, "fake:0", items_max=3))
+    run = node._answers
+
+    def short(values: list[np.ndarray], *more: object) -> object:
+        if len(values[0]) > 2:
+            raise RuntimeError("Failed to allocate memory for requested buffer of size 7")
+        return run(values, *more)
+
+    monkeypatch.setattr(node, "_answers", short)
+    node.warm_up()
+    assert caplog.messages == [
+        "m.onnx: a batch of 3 failed before requests: Failed to allocate memory for requested buffer of size 7"
+    ]
 
 
 @pytest.mark.parametrize(
