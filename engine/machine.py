@@ -86,6 +86,20 @@ def _devices() -> tuple[Device, ...]:
     return tuple(devices)
 
 
+def compute_modes() -> dict[str, int]:
+    """Return NVML's compute mode of each GPU by name; without those whose driver has none, and MIG devices."""
+    nvml, handles = open_nvml()
+    if nvml is None:
+        return {}
+    modes, mode = {}, ctypes.c_int()
+    for at, handle in enumerate(handles):
+        ask = getattr(nvml, "nvmlDeviceGetComputeMode", None)
+        if ask is not None and not ask(handle, ctypes.byref(mode)):
+            modes[f"cuda:{at}"] = mode.value
+    nvml.nvmlShutdown()
+    return modes
+
+
 def open_nvml() -> tuple[Any, list[ctypes.c_void_p]]:
     """Open NVML; return it and its handles of the devices that this process may use, in CUDA's order.
 

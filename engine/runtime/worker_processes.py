@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from weftline.engine.machine import compute_modes
 from weftline.engine.protocol import messages as msg
 from weftline.engine.protocol.channel import ChannelClosed
 from weftline.engine.protocol.first_message import open_message
@@ -95,7 +96,10 @@ class WorkerProcesses:
     # for the event loop
 
     def open(self) -> None:
-        """Create the epoll, the wake-up descriptor and the descriptor reserve; after an OSError call `close`."""
+        """Create the epoll, the wake-up descriptor and the descriptor reserve; after an error call `close`.
+
+        ModelError: the compute mode of a GPU refuses the workers.
+        """
         # Two, because an asyncio loop watches the second: it must not see wake-ups, which only the thread clears.
         self._epoll, self._workers_epoll = select.epoll(), select.epoll()
         self.epoll_fd = self._workers_epoll.fileno()
@@ -104,8 +108,9 @@ class WorkerProcesses:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._wake_poll = select.poll()
         self._wake_poll.register(self._wake_fd, select.POLLIN)
-        if any(kind_of(worker.device) == "cuda" for worker in self._plan.workers):
-            self._gpu_variables = mps.prepare(self._plan.mps)
+        on_gpus = [worker.device for worker in self._plan.workers if kind_of(worker.device) == "cuda"]
+        if on_gpus:
+            self._gpu_variables = mps.prepare(self._plan.mps, on_gpus, compute_modes())
         most = max((len(worker.steps) for worker in self._plan.workers), default=1)
         self._reserve = Reserve(KEPT + (2 * most if most > 1 else 0))
         if not self._reserve.whole:

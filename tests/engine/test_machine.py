@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weftline.engine.machine import this_machine
+from weftline.engine.machine import compute_modes, this_machine
 from weftline.pipelines.placement.machine import Device
 
 UUIDS = {
@@ -53,6 +53,10 @@ class Nvml:
         text.value = UUIDS[handle.value].encode()
         return 0
 
+    def nvmlDeviceGetComputeMode(self, handle: Any, mode: Any) -> int:
+        mode._obj.value = 3 if handle.value == 1 else 0
+        return 0 if handle.value < 10 else 3
+
     def nvmlDeviceGetMigMode(self, handle: Any, now: Any, pending: Any) -> int:
         now._obj.value = int(handle.value in self.divided)
         return 0 if handle.value in UUIDS and handle.value < 10 else 3
@@ -88,6 +92,18 @@ def test_gpus_have_their_memory_and_their_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert this_machine().devices == (Device("cuda:0", 2 << 34, ""),)
     assert not nvml.open
+
+
+def test_gpus_have_their_compute_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert compute_modes() == {"cuda:0": 0, "cuda:1": 3} and not nvml.open
+    nvml.divided = {2}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert compute_modes() == {}  # a MIG device has none
+    monkeypatch.setattr(Nvml, "nvmlDeviceGetComputeMode", None)
+    assert compute_modes() == {}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """NVIDIA's multi-process service: used when it was asked for and runs, and never by accident."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from weftline.engine.runtime import mps
+from weftline.errors import ModelError
 
 
 def daemon(folder: Path, pid: int) -> Path:
@@ -36,11 +38,57 @@ def test_a_daemon_of_another_container_runs_while_its_pipe_is_read(tmp_path: Pat
     assert not mps.runs(tmp_path)
 
 
+def test_a_pipe_that_this_user_may_not_open_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "control")
+
+    def refuse(*given: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert mps.runs(tmp_path)
+
+
 def test_a_directory_that_the_environment_names_is_left_to_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(mps.PIPE_DIRECTORY, str(daemon(tmp_path, os.getpid())))
     assert mps.prepare(False) == {mps.PIPE_DIRECTORY: str(tmp_path)}
+    elsewhere = tmp_path / "mounted"  # the daemon is not found from here
+    monkeypatch.setenv(mps.PIPE_DIRECTORY, str(elsewhere))
+    assert mps.prepare(False, ["cuda:0"] * 3, {"cuda:0": mps.EXCLUSIVE_PROCESS}) == {mps.PIPE_DIRECTORY: str(elsewhere)}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "running", "fix"),
+    [
+        (False, False, "start nvidia-cuda-mps-control -d and write gpu: {mps: true}"),
+        (True, False, "start nvidia-cuda-mps-control -d and write gpu: {mps: true}"),
+        (False, True, "fix: write gpu: {mps: true}"),
+        (True, True, None),
+    ],
+)
+def test_an_exclusive_gpu_refuses_a_second_process_without_mps(
+    wanted: bool, running: bool, fix: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(mps.PIPE_DIRECTORY, raising=False)
+    monkeypatch.setattr(mps, "DEFAULT_DIRECTORY", str(daemon(tmp_path, os.getpid()) if running else tmp_path))
+    modes = {"cuda:0": mps.EXCLUSIVE_PROCESS, "cuda:1": mps.EXCLUSIVE_PROCESS, "cuda:2": mps.DEFAULT}
+    devices = ["cuda:0", "cuda:1", "cuda:0", "cuda:2", "cuda:2", "cuda:3", "cuda:3"]
+    if fix is None:
+        assert mps.prepare(wanted, devices, modes) == {mps.PIPE_DIRECTORY: str(tmp_path)}
+        return
+    with pytest.raises(ModelError) as refused:
+        mps.prepare(wanted, devices, modes)
+    said = str(refused.value)
+    assert "cuda:0: 2 processes share it, but its compute mode is EXCLUSIVE_PROCESS" in said and fix in said
+    assert "nvidia-smi -i N -c DEFAULT" in said and "cuda:1" not in said and "cuda:2" not in said
+    assert mps.prepare(False, ["cuda:0", "cuda:1"], modes)  # one process on each
+
+
+def test_a_gpu_that_no_process_may_use_is_refused_whether_or_not_mps_runs() -> None:
+    for connects in (False, True):
+        (said,) = mps.refusals({"cuda:1": 1}, {"cuda:1": mps.PROHIBITED}, connects, connects)
+        assert "PROHIBITED" in said and "nvidia-smi -i N -c DEFAULT" in said
 
 
 def test_workers_find_it_only_where_it_was_asked_for_and_runs(tmp_path: Path) -> None:

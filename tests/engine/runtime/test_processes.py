@@ -285,7 +285,8 @@ def test_a_worker_inherits_what_libraries_of_gpus_need_and_no_secret() -> None:
     dropped = {
         "AWS_SECRET_ACCESS_KEY": "s", "HF_TOKEN": "s", "DATABASE_URL": "s", "TRITON_API_KEY": "s",
         "TRITON_AUTH": "s", "TRITON_PWD": "s", "TRITON_SERVER_URL": "https://user:s@host",
-        "NCCL_TOKEN": "s", "TORCH_NCCL_KEY": "s", "TRITONSERVER_PASSWORD": "s", "WEFTLINE_ANYTHING": "s", "CUDA_MPS_PIPE_DIRECTORY": "/mine",
+        "NCCL_TOKEN": "s", "TORCH_NCCL_KEY": "s", "TRITONSERVER_PASSWORD": "s",
+        "WEFTLINE_ANYTHING": "s", "CUDA_MPS_PIPE_DIRECTORY": "/mine",
     }  # fmt: skip
     made = processes._environment(kept | dropped, 2)
     assert kept.items() <= made.items()
