@@ -191,15 +191,24 @@ class RoundBuffers:
         host["positions"][at] = [span.start + span.shift for span in single]
         host["slots"][at] = [s.table.pages[s.start // size] * size + s.start % size for s in single]
         if single is not spans:
-            for span in spans:
-                if span.count == 1:
-                    continue
-                places, first = np.arange(span.start, span.start + span.count), span.start // size
-                pages = np.array(span.table.pages[first : (span.start + span.count - 1) // size + 1], np.int64)
-                host["positions"][span.row : span.row + span.count] = places + span.shift
-                host["slots"][span.row : span.row + span.count] = pages[places // size - first] * size + places % size
+            self._fill_chunks(host, [span for span in spans if span.count != 1])
         host["positions"][count:rows] = 0
         host["slots"][count:rows] = NOWHERE
+
+    def _fill_chunks(self, host: dict[str, Any], spans: Sequence[Span]) -> None:
+        """Write the rows of prompts and of drafts to verify, all by a few array operations."""
+        size, pages, bases = self.page_tokens, [], []
+        for span in spans:
+            first = span.start // size
+            bases.append(len(pages) - first)
+            pages += span.table.pages[first : (span.start + span.count - 1) // size + 1]
+        about = [(span.count, span.row, span.start, span.shift, base) for span, base in zip(spans, bases)]
+        counts, *of_spans = np.array(about, np.int64).T
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, start, shift, base = (np.repeat(one, counts) for one in of_spans)
+        places, rows = start + within, row + within
+        host["positions"][rows] = places + shift
+        host["slots"][rows] = np.array(pages, np.int64)[base + places // size] * size + places % size
 
     def _fill_sequences(
         self, host: dict[str, Any], spans: Sequence[Span], count: int, sequences: int, draws: Sequence[Draw]

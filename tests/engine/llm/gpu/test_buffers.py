@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weftline.engine.llm.attention import Span
 from weftline.engine.llm.gpu.buffers import NOWHERE, BufferLimits, Draw, RoundBuffers, input_tokens
@@ -61,6 +64,39 @@ def test_tokens_can_come_from_the_round_before() -> None:
     spans = [Span(at, 3, 1, PageTable([at])) for at in range(3)]
     view = made.fill(spans, 4, 4, [7, 8, 9], tokens_from=[2, NOWHERE, 0])
     assert input_tokens(view, made.drawn).tolist() == [42, 8, 40, 0]
+
+
+def places_of(spans: list[Span], size: int) -> tuple[list[int], list[int]]:
+    """Return the positions and slots of a round's rows, one after the other."""
+    positions, slots = [], []
+    for span in spans:
+        for place in range(span.start, span.start + span.count):
+            positions.append(place + span.shift)
+            slots.append(span.table.pages[place // size] * size + place % size)
+    return positions, slots
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 6, 33]), st.integers(-9, 0), st.randoms()),
+        min_size=1, max_size=12,
+    ),
+    st.integers(1, 9),
+)  # fmt: skip
+def test_any_mixture_of_chunks_is_filled_as_row_by_row(rounds: list[Any], size: int) -> None:
+    made = RoundBuffers(BufferLimits(rows_max=400, sequences_max=12, pages_max=110), size, torch.device("cpu"))
+    spans: list[Span] = []
+    for start, count, shift, chance in rounds:
+        pages = chance.sample(range(5000), (start + count - 1) // size + 1)
+        spans.append(Span(sum(span.count for span in spans), start, count, PageTable(pages), shift))
+    rows = sum(span.count for span in spans)
+    made.fill([Span(0, 0, 400 // size * size, PageTable(list(range(400 // size))))] if size > 3 else spans)
+    view = made.fill(spans, rows + 3, len(spans))
+    positions, slots = places_of(spans, size)
+    assert view.positions.tolist() == positions + [0] * 3
+    assert view.slots.tolist() == slots + [NOWHERE] * 3
+    assert view.starts.tolist() == [span.start for span in spans]
+    assert view.row_starts.tolist() == [*(span.row for span in spans), rows]
 
 
 @pytest.mark.parametrize(
