@@ -110,8 +110,8 @@ class LayerPages:
             for memory in self.memories:
                 made.append(memory.resize(slots))
         except BaseException:
-            for memory in self.memories[: len(made)]:
-                memory.undo(before)
+            for memory, kept in zip(self.memories[: len(made)], (self.keys, self.values)):
+                memory.undo(before, kept)  # or it would copy what was there now when it is resized again
             raise
         self.keys, self.values = made
 

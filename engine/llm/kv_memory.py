@@ -40,8 +40,11 @@ class KvMemory(Protocol):
         `is_out_of_memory` is True when memory is missing; nothing has changed then.
         """
 
-    def undo(self, slots: int) -> None:
-        """Return to `slots` slots after a `resize` whose result is not used; never fails."""
+    def undo(self, slots: int, before: Tensor | None = None) -> None:
+        """Return to `slots` slots after a `resize` whose result is not used; never fails.
+
+        before: the tensor that is used further, where the caller has it; None: the common slots of the last one.
+        """
 
 
 KvAllocator = Callable[[int, int], KvMemory]
@@ -72,8 +75,10 @@ class TorchKvMemory:
         self._memory = made
         return made
 
-    def undo(self, slots: int) -> None:
-        if self._memory is not None:
+    def undo(self, slots: int, before: Tensor | None = None) -> None:
+        if before is not None:
+            self._memory = before
+        elif self._memory is not None:
             self._memory = self._memory[:, :slots] if slots else None
 
 
@@ -92,12 +97,16 @@ class VirtualKvMemory:
 
     def resize(self, slots: int) -> Tensor:
         self._memory.resize(slots * self._slot_bytes)
-        if slots > self._written:
-            self._slots[self._written : slots] = 0
+        try:
+            if slots > self._written:
+                self._slots[self._written : slots] = 0
+        except BaseException:
+            self._memory.resize(self._written * self._slot_bytes)
+            raise
         self._written = slots
         return self._slots[:slots].transpose(0, 1)
 
-    def undo(self, slots: int) -> None:
+    def undo(self, slots: int, before: Tensor | None = None) -> None:
         self._memory.resize(slots * self._slot_bytes)
         self._written = slots
 

@@ -215,11 +215,7 @@ class Runner:
     def bind_pages(self, pages: int) -> None:
         """Allocate `pages` empty pages after `release_pages`; ModelError, with none allocated, without memory."""
         self.pages = pages
-        try:
-            self._bind()
-        except ModelError:
-            self.release_pages()
-            raise
+        self._bind()
 
     @property
     def kv_rounding_bytes(self) -> int:
@@ -323,7 +319,7 @@ class Runner:
         """Release resources other than memory; there are none here."""
 
     def _bind(self) -> None:
-        """Allocate the pages; ModelError when there is no memory for them."""
+        """Allocate the pages; ModelError, with none allocated, when there is no memory for them."""
         slots = self.pages * self.page_tokens
         if self._kv_driver is None:
             allocate = torch_allocator(self._like)
@@ -333,6 +329,7 @@ class Runner:
             for layer in self._layers:
                 layer.bind(slots, allocate)
         except (RuntimeError, DriverError) as error:  # their messages name neither the option nor a remedy
+            self.release_pages()
             found = self.pages * self.page_bytes
             raise ModelError(f"kv_bytes: {found} bytes cannot be reserved on {self.device}; give fewer") from error
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.engine.llm import tiny
@@ -20,6 +22,7 @@ from weftline.engine.llm.model_loader import RunnerOptions
 from weftline.engine.llm.params import SamplingParams
 from weftline.engine.llm.runner import Runner
 from weftline.engine.llm.schedule import RoundLimits
+from weftline.errors import ModelError
 from weftline.shm.device.driver import DeviceOutOfMemory
 from weftline.testing.fake_gpu.gpu import FakeGpu
 
@@ -134,6 +137,92 @@ def test_tensors_that_cannot_move_stay_usable(monkeypatch: pytest.MonkeyPatch, p
     assert _answers(engine, change) == plain
     expected = PAGES if pages == MORE else FEWER
     assert (engine.runner.pages, _sizes(engine)) == (expected, {expected * 8})
+
+
+class FailAt(TorchDispatchMode):
+    """Fail at the n-th operation of torch or call of the driver inside; `calls`: how many there were."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.calls, self._at = 0, at
+
+    def count(self, error: Exception) -> None:
+        self.calls += 1
+        if self.calls == self._at:
+            raise error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:  # views take no memory and run nothing
+            self.count(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 MiB"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["virtual", "moved"])
+@pytest.mark.parametrize("pages", [MORE, FEWER])
+def test_a_resize_that_fails_anywhere_leaves_answers_slots_and_graphs(
+    monkeypatch: pytest.MonkeyPatch, pages: int, in_place: bool
+) -> None:
+    plain, gpu = _answers(_engine(monkeypatch, None)), FakeGpu()
+    engine = _engine(monkeypatch, gpu if in_place else None)
+    create, map, failing = gpu.create, gpu.map, FailAt(0)
+    full = DeviceOutOfMemory("cuMemCreate", 2, "out of memory")
+    monkeypatch.setattr(gpu, "create", lambda *given: failing.count(full) or create(*given))
+    monkeypatch.setattr(gpu, "map", lambda *given: failing.count(full) or map(*given))
+    free, failed, runner_resize = gpu.memory()[0], [], engine.runner.resize
+
+    def failing_resize(pages: int) -> None:
+        with failing:
+            runner_resize(pages)
+
+    monkeypatch.setattr(engine.runner, "resize", failing_resize)
+
+    def resize(step: int) -> None:  # each step of the answers tries it with one more operation that works
+        nonlocal failing
+        graphs = engine.runner.graphs
+        assert graphs is not None
+        if engine.runner.pages != PAGES:
+            engine.resize(PAGES)  # rounds were computed since
+            return
+        before = graphs.recorded
+        failing = FailAt(len(failed) + 1)
+        try:
+            engine.resize(pages)
+            done = pages
+        except (torch.OutOfMemoryError, DeviceOutOfMemory):
+            done = PAGES
+        failing = FailAt(0)
+        failed.append(done == PAGES)
+        assert (engine.runner.pages, _sizes(engine)) == (done, {done * 8})
+        assert gpu.memory()[0] == free or done == MORE
+        assert graphs.recorded == (before if in_place else ())
+
+    assert _answers(engine, resize) == plain
+    if pages == MORE:  # all of its operations have failed once, and it worked with none that does
+        assert failed[0] and not failed[-1] and failed == sorted(failed, reverse=True)
+    else:
+        assert not any(failed)  # what cannot be given back is kept, and not used
+
+
+def test_pages_that_cannot_be_bound_when_it_wakes_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    engine = _engine(monkeypatch, gpu)
+    plain, free = _answers(engine), gpu.memory()[0]
+    engine.sleep()
+    empty = gpu.memory()[0]
+    create, calls = gpu.create, []
+
+    def short(size_bytes: int) -> int:
+        calls.append(size_bytes)
+        if len(calls) == TENSORS:
+            raise DeviceOutOfMemory("cuMemCreate", 2, "out of memory")
+        return create(size_bytes)
+
+    monkeypatch.setattr(gpu, "create", short)
+    with pytest.raises(ModelError, match="cannot be reserved"):
+        engine.wake()
+    assert gpu.memory()[0] == empty and empty > free
+    engine.runner.bind_pages(engine.runner.pages)
+    assert gpu.memory()[0] == free and _answers(engine) == plain
 
 
 def test_memory_that_was_released_is_bound_again_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
