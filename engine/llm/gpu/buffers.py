@@ -197,7 +197,9 @@ class RoundBuffers:
 
     def _fill_chunks(self, host: dict[str, Any], spans: Sequence[Span]) -> None:
         """Write the rows of prompts and of drafts to verify, all by a few array operations."""
-        size, pages, bases = self.page_tokens, [], []
+        size = self.page_tokens
+        pages: list[int] = []
+        bases: list[int] = []
         for span in spans:
             first = span.start // size
             bases.append(len(pages) - first)
