@@ -12,6 +12,7 @@ or subnormal, as IEEE 754 rounds. Every conversion of request values, columns an
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -123,11 +124,29 @@ def numbers(raw: Any, dtype: str | None, name: str = "") -> np.ndarray:
         raise InputError(inexact(name or dtype) if dtype is not None else "an integer of more than 64 bits")
     if array.dtype.kind not in "biufc":
         raise InputError("something else than numbers")
+    if dtype is not None and _has_small_numbers(array, dtype):
+        return array.astype(dtype)
     array = _as_integers(raw, array)
     held, wrong = converted(array, dtype) if dtype is not None else (array, None)
     if wrong is not None or _lost_among_floats(raw, array, dtype or array.dtype.name):
         raise InputError(inexact(name or dtype or array.dtype.name))
     return held
+
+
+@cache
+def _exact_max(dtype: str) -> int:
+    """Return the largest N so that `dtype` and double hold each integer from -N to N, and no other rounds to one."""
+    kind = np.dtype(STAND_INS.get(dtype, dtype)).kind
+    bits = _FRACTION_BITS.get(dtype) or (np.finfo(dtype).nmant if kind in "fc" else 52)
+    return min(2 << bits, _EXACT_IN_DOUBLE - 1)
+
+
+def _has_small_numbers(array: np.ndarray, dtype: str) -> bool:
+    """Return True if a float `dtype` surely holds all of these numbers, integers among them exactly."""
+    if array.dtype.kind not in "iuf" or not array.size or dtype in STAND_INS or np.dtype(dtype).kind != "f":
+        return False
+    most = _exact_max(dtype)
+    return bool(array.max() <= most and array.min() >= -most)
 
 
 def _as_integers(raw: Any, array: np.ndarray) -> np.ndarray:
@@ -143,10 +162,8 @@ def _lost_among_floats(raw: Any, array: np.ndarray, dtype: str) -> bool:
     """Return True if an integer beside floats is none that `dtype` holds; numpy made a double of it first."""
     if array.dtype.kind not in "fc" or isinstance(raw, float | complex):
         return False
-    kind = np.dtype(STAND_INS.get(dtype, dtype)).kind
-    bits = _FRACTION_BITS.get(dtype) or (np.finfo(dtype).nmant if kind in "fc" else 52)
     with np.errstate(invalid="ignore"):
-        if not (np.abs(array) > min(2 << bits, _EXACT_IN_DOUBLE - 1)).any():
+        if not (np.abs(array) > _exact_max(dtype)).any():
             return False
     integers = [int(one) for one in np.asarray(raw, object).flat if isinstance(one, int | np.integer)]
     return any(not _in_64_bits(one) or int(float(one)) != one or _lost(one, dtype) for one in integers)
