@@ -110,11 +110,21 @@ class RemoteBackend:
         return info
 
     async def ask(self, ask: Ask) -> Answer:
-        number = next(self._ids)
-        body = await self._encode_request(number, ask, stream=False)
-        self._pending[number] = None
-        self._send_bytes(body)
-        return self._answer(number, await self._wait_response(number))
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def ended(answer: Answer | BaseException) -> None:
+            if answered.cancelled() and isinstance(answer, Answer):
+                answer.release()
+            _resolve(answered, answer)
+
+        cancel = self.try_submit(ask, ended) or await self._submit_in_turn(ask, ended)
+        try:
+            return await answered
+        except asyncio.CancelledError:
+            cancel()
+            if not answered.cancelled() and answered.exception() is None:
+                answered.result().release()  # it arrived together with the cancellation
+            raise
 
     async def _wait_response(self, number: int) -> Response:
         """Wait for the response of a pending request; a cancelled caller cancels the request."""
@@ -153,6 +163,15 @@ class RemoteBackend:
             self._requests.free(placement.block)
             raise
 
+        self._blocks[number] = placement.block
+        return self._submit(number, body, done)
+
+    async def _submit_in_turn(self, ask: Ask, done: Done) -> Callable[[], None]:
+        """As `try_submit`, for inputs that a thread copies, or that wait for room in a buffer."""
+        number = next(self._ids)
+        return self._submit(number, await self._encode_request(number, ask, stream=False), done)
+
+    def _submit(self, number: int, body: bytes, done: Done) -> Callable[[], None]:
         def ended(response: Response | BaseException) -> None:
             try:
                 answer = response if isinstance(response, BaseException) else self._answer(number, response)
@@ -160,13 +179,11 @@ class RemoteBackend:
                 answer = error
             done(answer)
 
-        self._pending[number] = ended
-        self._blocks[number] = placement.block
-        self._send_bytes(body)
-
         def cancel() -> None:
             self._cancel(number)
 
+        self._pending[number] = ended
+        self._send_bytes(body)
         return cancel
 
     def _answer(self, number: int, response: Response) -> Answer:

@@ -22,7 +22,9 @@ from weftline.engine.serving.auth.rates import TokenRates
 from weftline.engine.serving.auth.tokens import TokenFile, digest
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServedPipeline
-from weftline.engine.serving.frontend.shared_buffer import PackedValues
+from weftline.engine.serving.frontend import messages as msg
+from weftline.engine.serving.frontend.remote import RemoteBackend
+from weftline.engine.serving.frontend.shared_buffer import PackedValues, SharedBuffer
 from weftline.engine.serving.local import LocalBackend
 from weftline.engine.serving.statistics import Statistics
 from weftline.errors import (
@@ -35,6 +37,8 @@ from weftline.errors import (
 )
 from weftline.nodes.urgency import SequencePart, seed_of
 from weftline.pipelines.spec.builder import Builder
+from weftline.shm.arena import HostArena
+from weftline.shm.block import PAGE_BYTES
 from weftline.shm.spec import TensorSpec
 
 LARGE = np.arange(2_000_000, dtype=np.float32)  # 8 MB
@@ -481,3 +485,40 @@ def test_permits_of_all_ingress_processes_come_from_one_account(tmp_path: Path) 
                     await two.remote.take("web")
 
     asyncio.run(script())
+
+
+class Sent:
+    """A transport that keeps what is sent."""
+
+    is_open = writable = True
+
+    def __init__(self) -> None:
+        self.messages: list[msg.FromIngress] = []
+
+    def send(self, body: bytes) -> None:
+        self.messages.append(msg.decode_from_ingress(body))
+
+
+@pytest.mark.parametrize("order", ["response first", "cancellation first"])
+@pytest.mark.parametrize("announced", [False, True])
+def test_an_answer_that_meets_a_cancellation_is_released(order: str, announced: bool) -> None:
+    async def run() -> None:
+        with HostArena.create(PAGE_BYTES) as arena:
+            backend, sent = RemoteBackend(SharedBuffer(arena), arena, 1 << 20), Sent()
+            backend.attach(sent)  # type: ignore[arg-type]
+            asking = asyncio.ensure_future(backend.ask(Ask("m", {"x": "a"})))
+            await asyncio.sleep(0)
+            [request] = sent.messages
+            assert isinstance(request, msg.FrontendRequest)
+            response = msg.ResponseReady(request.id, 1 << 20) if announced else msg.FrontendResponse(request.id, {}, 64)
+            if order == "response first":
+                backend.on_message(response)
+                asking.cancel()
+            else:
+                asking.cancel()
+                backend.on_message(response)
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            assert sent.messages[1:] == [msg.CancelRequest(request.id) if announced else msg.BlockReleased(64)]
+
+    asyncio.run(run())
