@@ -65,7 +65,7 @@ class Body:
         length = headers.get("content-length")
         self._charge = min(_charge(headers, int(length) if length else None, limits), budget.bytes_max)
         self._announced = length is not None
-        self._plain = headers.get("content-encoding", "identity").strip().lower() == "identity"
+        self._plain = _is_plain(headers)
         self._held = 0
         self._more: list[int] = []
         self._since_s = 0.0
@@ -114,9 +114,9 @@ class Body:
             raise LimitReached(found, RETRY_S) from None
 
     async def _next(self) -> Message:
-        while True:
+        while self._held:
             try:
-                async with asyncio.timeout(LOOK_S if self._held else None):
+                async with asyncio.timeout(LOOK_S):
                     message = await self._receive()
             except TimeoutError:
                 self._check_pace()
@@ -124,6 +124,7 @@ class Body:
                 if message.get("more_body"):
                     self._check_pace()
                 return message
+        return await self._receive()
 
     def _check_pace(self) -> None:
         """Refuse a slow body that others wait for."""
@@ -141,7 +142,7 @@ def _charge(headers: Headers, length: int | None, limits: ServeLimits) -> int:
     size = limits.message_bytes_max if length is None else length
     if headers.get("content-type", "").lower().startswith("multipart/"):
         return 2 * size
-    if headers.get("content-encoding", "identity").strip().lower() == "identity":
+    if _is_plain(headers):
         return size
     return size + min(size * DEFLATE_RATIO, limits.message_bytes_max)
 
@@ -150,6 +151,11 @@ async def hold_bytes(request: Request, size_bytes: int) -> None:
     """Count stored values that a request refers to against the budget of bodies, until its end; see `Body.hold`."""
     body: Body = request.scope[BODY]
     await body.hold(size_bytes)
+
+
+def _is_plain(headers: Headers) -> bool:
+    """Return True for a body that is not compressed."""
+    return headers.get("content-encoding", "identity").strip().lower() == "identity"
 
 
 async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memoryview:

@@ -21,11 +21,11 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -137,6 +137,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._began_s = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._watches: set[_Watch] = set()
+        self._lost = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -154,7 +156,28 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_stall()
         self._shared.table.remove(self)
         self._keep(b"")
+        self._lost = True
+        for watch in self._watches:
+            watch.cancel()
         super().connection_lost(exc)
+
+    def watch(self, watch: _Watch) -> None:
+        """Cancel the task of a request when the connection is lost, until `unwatch`; soon, if it is lost already.
+
+        The connection is read meanwhile, since nothing else shows that it is lost.
+        """
+        self._watches.add(watch)
+        if self._lost:
+            self.loop.call_soon(self._cancel_late, watch)
+        else:
+            self.flow.resume_reading()
+
+    def unwatch(self, watch: _Watch) -> None:
+        self._watches.discard(watch)
+
+    def _cancel_late(self, watch: _Watch) -> None:
+        if watch in self._watches:
+            watch.cancel()
 
     def begin_call(self, caller: str) -> None:
         """Note that a call with rights begins; LimitReached as `ConnectionTable.begin_call`."""
@@ -357,25 +380,45 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(scope: Scope, work: Awaitable[T]) -> T:
     """Await `work`; when the client disconnects first, cancel it and raise ClientGone.
 
-    The request's body must have been read. `work` has ended when this returns or raises.
+    The request's body must have been read. `work` has ended when this returns or raises. It runs in the current task,
+    which the connection cancels; an error of work that was cancelled is dropped.
     """
-    task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(receive))
+    connection: LimitedProtocol = scope[CONNECTION]
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a request has no task")
+    watch = _Watch(task)
+    connection.watch(watch)
     try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        result = await work
+    except (Exception, asyncio.CancelledError):
+        if watch.ended_it():
+            raise ClientGone from None
+        raise
     finally:
-        unfinished = [one for one in (task, disconnected) if not one.done()]
-        for one in unfinished:
-            one.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        connection.unwatch(watch)
+    if watch.ended_it():  # and `work` has returned all the same
+        raise ClientGone
+    return result
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+class _Watch:
+    """Cancels the task of a request once, when its client has disconnected."""
+
+    __slots__ = ("_cancelled_before", "_gone", "_task")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self._cancelled_before = task.cancelling()
+        self._gone = False
+
+    def cancel(self) -> None:
+        self._gone = True
+        self._task.cancel()
+
+    def ended_it(self) -> bool:
+        """Return True if the client has disconnected and nothing else has cancelled the task."""
+        return self._gone and self._task.uncancel() <= self._cancelled_before

@@ -40,6 +40,9 @@ REQUEST_ID = "weftline.request_id"
 ROOM = "weftline.room"
 """Scope key of the HttpRoom."""
 
+HEADERS = "weftline.headers"
+"""Scope key of the RequestHeaders."""
+
 ID_CHARS_MAX = 128
 DEADLINE_HEADER = "x-request-timeout-ms"
 """Header with the milliseconds that a request has; OpenAI's protocol has no field for it."""
@@ -101,10 +104,42 @@ class HttpContext:
         """Return a stream and its first chunk, None when it has none; earlier failures are raised."""
         stream = self.backend.stream(ask)
         try:
-            return await while_connected(request.receive, anext(stream, None)), stream
+            return await while_connected(request.scope, anext(stream, None)), stream
         except BaseException:
             await stream.aclose()
             raise
+
+
+class RequestHeaders(Headers):
+    """Headers of one request, decoded once: Starlette's scan and encode all of them at each look-up."""
+
+    def __init__(self, raw: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(raw=raw)
+        self._values: dict[str, list[str]] = {}
+        for name, value in raw:
+            self._values.setdefault(name.decode("latin-1"), []).append(value.decode("latin-1"))
+
+    def __getitem__(self, key: str) -> str:
+        return self._values[key.lower()][0]
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key.lower() in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        found = self._values.get(key.lower())
+        return default if found is None else found[0]
+
+    def getlist(self, key: str) -> list[str]:
+        return list(self._values.get(key.lower(), ()))
+
+
+class HttpRequest(Request):
+    """A request of the guard, with its RequestHeaders."""
+
+    @property
+    def headers(self) -> Headers:
+        headers: Headers = self.scope[HEADERS]
+        return headers
 
 
 class HttpRoom:
@@ -175,7 +210,7 @@ def id_of(request: Request) -> str:
 
 def shown_id(scope: Scope) -> str:
     """Return the id that a response has: that of the request, or the server's where it is absent or invalid."""
-    given = Headers(scope=scope).get("x-request-id", "")
+    given = scope[HEADERS].get("x-request-id", "")
     return given if given and len(given) <= ID_CHARS_MAX and given.isprintable() else str(scope[REQUEST_ID])
 
 

@@ -1,4 +1,4 @@
-"""HTTP middleware: authorises every request.
+"""The ASGI application: authorises every request and calls its endpoint.
 
 An unknown path is refused like a known one, so that a client without a token cannot probe for paths. Errors of all
 paths are converted to responses here.
@@ -19,14 +19,12 @@ import ipaddress
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+import socket
+from collections.abc import Sequence
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from weftline.engine.runtime.byte_budget import ByteBudget
 from weftline.engine.serving.anthropic.errors import is_messages_path
@@ -36,9 +34,20 @@ from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import BODY, Body
 from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
-from weftline.engine.serving.http.context import REQUEST_ID, ROOM, SPAN, HttpContext, HttpRoom, shown_id
+from weftline.engine.serving.http.context import (
+    HEADERS,
+    REQUEST_ID,
+    ROOM,
+    SPAN,
+    HttpContext,
+    HttpRequest,
+    HttpRoom,
+    RequestHeaders,
+    shown_id,
+)
 from weftline.engine.serving.http.errors import HttpError, too_large, unknown_path, wrong_method
 from weftline.engine.serving.http.responses import error_response
+from weftline.engine.serving.http.route_table import Endpoint, Found, RouteTable
 from weftline.engine.serving.lifecycle import draining_error
 from weftline.engine.serving.replies import clear_frames
 from weftline.engine.serving.unsent_budget import SLOW_S, UnsentBudget
@@ -55,7 +64,7 @@ _log = logging.getLogger("weftline.ingress")
 
 
 class HttpGuard:
-    """ASGI middleware: gate, limits and errors.
+    """ASGI application: gate, limits, routes and errors.
 
     host:    address that the server listens on; without tokens, one on loopback refuses public host names.
     origins: of web pages that may call the server.
@@ -63,18 +72,16 @@ class HttpGuard:
 
     def __init__(
         self,
-        app: ASGIApp,
+        routes: RouteTable,
         *,
         context: HttpContext,
         gate: Gate,
-        routes: Sequence[Route],
         host: str = LOOPBACK,
         origins: Sequence[str] = (),
     ) -> None:
-        self._app = app
+        self.routes = routes
         self._context = context
         self._gate = gate
-        self._routes = routes
         self._browsers = gate.asks_tokens
         self._names = not is_loopback(host)
         self._origins = frozenset(origins)
@@ -85,23 +92,15 @@ class HttpGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope: {scope['type']}")
+        scope[HEADERS] = RequestHeaders(scope["headers"])
         scope[REQUEST_ID] = f"req_{secrets.token_hex(12)}"
         origin = self._origin(scope)
         sender = _ResponseSender(send, scope, cors_headers(origin) if self._origins else ())
         try:
             if origin and self._is_preflight(scope):
                 await Response(None, 204, _PREFLIGHT)(scope, receive, sender.send)
-                return
-            caller, kind = self._admitted(scope)
-            scope["weftline.caller"] = caller
-            with self._slot(scope, caller) if kind is not OPEN else nullcontext():
-                if caller.limited and kind is INFER:
-                    await self._gate.charge(caller)
-                limits = self._context.limits
-                body = scope[BODY] = Body(receive, Headers(scope=scope), limits, self._inflight, caller.name)
-                room = scope[ROOM] = HttpRoom(self.unsent, scope.get(CONNECTION) or object(), caller.name)
-                with closing(room), closing(body):
-                    await self._app(scope, body.receive, sender.send)
+            else:
+                await self._admit(scope, receive, sender)
         except (ClientGone, ClientDisconnect):
             return
         except SlowReader:
@@ -113,36 +112,54 @@ class HttpGuard:
         except Exception as error:
             await self._send_error(error, scope, receive, sender)
 
-    @contextmanager
-    def _slot(self, scope: Scope, caller: Caller) -> Iterator[None]:
-        """Count a call of its caller and its connection meanwhile; LimitReached if there are too many."""
-        self._slots.take(caller.name)
+    async def _admit(self, scope: Scope, receive: Receive, sender: _ResponseSender) -> None:
+        """Answer a request that is allowed; one with rights has a slot of its caller and counts for its connection."""
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        found = self.routes.find(scope["path"])
+        caller, kind = self._admitted(scope, method, found)
+        scope["weftline.caller"], scope["path_params"] = caller, found.parameters
+        if kind is OPEN:
+            await self._answer(found.endpoints[method], scope, receive, sender, caller)
+            return
         connection = scope.get(CONNECTION)
+        self._slots.take(caller.name)
         try:
             if connection is not None:
                 connection.begin_call(caller.name)
             try:
-                yield
+                if caller.limited and kind is INFER:
+                    await self._gate.charge(caller)
+                await self._answer(found.endpoints[method], scope, receive, sender, caller)
             finally:
                 if connection is not None:
                     connection.end_call()
         finally:
             self._slots.give_back(caller.name)
 
-    def _admitted(self, scope: Scope) -> tuple[Caller, str | None]:
+    async def _answer(
+        self, endpoint: Endpoint, scope: Scope, receive: Receive, sender: _ResponseSender, caller: Caller
+    ) -> None:
+        body = scope[BODY] = Body(receive, scope[HEADERS], self._context.limits, self._inflight, caller.name)
+        room = scope[ROOM] = HttpRoom(self.unsent, scope.get(CONNECTION) or object(), caller.name)
+        try:
+            response = await endpoint(HttpRequest(scope, body.receive, sender.send))
+            await response(scope, body.receive, sender.send)
+        finally:
+            body.close()
+            room.close()
+
+    def _admitted(self, scope: Scope, method: str, found: Found) -> tuple[Caller, str | None]:
         """Return the caller and the kind of right; raise the refusal of a request that is not allowed."""
-        headers = Headers(scope=scope)
+        headers: RequestHeaders = scope[HEADERS]
         check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        template, allowed = self._matched(scope)
-        name = f"HTTP {method} {template}"
+        name = f"HTTP {method} {found.template}"
         try:
             caller = self._gate.admit(name, headers.getlist("authorization"), headers.getlist("x-api-key"))
         except AccessDenied as denied:
-            if template is None and denied.status == "PERMISSION_DENIED":
+            if not found.template and denied.status == "PERMISSION_DENIED":
                 raise unknown_path() from None
-            if method not in allowed and denied.status == "PERMISSION_DENIED":
-                raise wrong_method(allowed) from None
+            if method not in found.endpoints and denied.status == "PERMISSION_DENIED":
+                raise wrong_method(set(found.endpoints)) from None
             raise
         kind = METHODS.get(name)
         if kind in WORK and not self._context.serving.on:
@@ -152,21 +169,6 @@ class HttpGuard:
             self._check_length(headers)
         return caller, kind
 
-    def _matched(self, scope: Scope) -> tuple[str | None, set[str]]:
-        """Return the template of the path (None: no route) and its allowed methods."""
-        methods: set[str] = set()
-        template = None
-        for route in self._routes:
-            match, _ = route.matches(scope)
-            if match is Match.NONE:
-                continue
-            if template is None or match is Match.FULL:
-                template = route.path
-            methods |= (route.methods or set()) - {"HEAD"}
-            if match is Match.FULL:
-                break
-        return template, methods
-
     def _origin(self, scope: Scope) -> str:
         """Return the origin of a web page that may call the server; '' for any other request."""
         given = [value for name, value in scope["headers"] if name == b"origin"] if self._origins else []
@@ -174,23 +176,23 @@ class HttpGuard:
         return origin if origin in self._origins else ""
 
     def _is_preflight(self, scope: Scope) -> bool:
-        headers = Headers(scope=scope)
+        headers: RequestHeaders = scope[HEADERS]
         if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
             return False
         check_host(headers.getlist("host"), scope.get("http_version", "1.1"), scope.get(TARGET, b""))
         self._check_names(headers)
         return True
 
-    def _check_browser(self, headers: Headers) -> None:
+    def _check_browser(self, headers: RequestHeaders) -> None:
         if not self._browsers and any(one not in self._origins for one in headers.getlist("origin")):
             raise HttpError("requests of web pages are refused while this server asks for no tokens", code=403)
         self._check_names(headers)
 
-    def _check_names(self, headers: Headers) -> None:
+    def _check_names(self, headers: RequestHeaders) -> None:
         if not self._browsers and not self._names and not _is_local_name(headers.get("host", "")):
             raise HttpError("the host is not this machine: call the server by its address, or by localhost", code=403)
 
-    def _check_length(self, headers: Headers) -> None:
+    def _check_length(self, headers: RequestHeaders) -> None:
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:20]) > self._context.limits.message_bytes_max:
             raise too_large(self._context.limits.message_bytes_max)
@@ -315,7 +317,7 @@ def _is_local_name(host: str) -> bool:
     found = _authority(host)
     name = found[0].strip("[]") if found is not None else host
     try:
-        ipaddress.ip_address(name)
-    except ValueError:
+        socket.inet_pton(socket.AF_INET6 if ":" in name else socket.AF_INET, name)
+    except OSError:
         return name in ("", "localhost") or name.endswith(".localhost")
     return True

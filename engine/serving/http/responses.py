@@ -121,7 +121,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._write(send))
+            await while_connected(scope, self._write(send))
         except asyncio.CancelledError:  # the server's grace time is over
             await self._end(send, self._problem(SessionClosed("the server is shutting down")))
         finally:

@@ -184,7 +184,7 @@ class Infer:
             size_bytes=len(body),
         )
         caller_of(request).spend(asked.cost(info) - 1)
-        return await while_connected(request.receive, self._answered(request, asking, asked, info, wanted))
+        return await while_connected(request.scope, self._answered(request, asking, asked, info, wanted))
 
     async def _answered(
         self, request: Request, asking: InferRequest, asked: ParsedRequest, info: ModelInfo, wanted: BinaryOutputs

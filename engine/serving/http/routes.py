@@ -6,14 +6,11 @@ The gate's table (`auth/methods.py`) has the same paths with their rights; a tes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from weftline.engine.serving import identity
 from weftline.engine.serving.anthropic.endpoints import CountTokens, Messages
@@ -27,6 +24,7 @@ from weftline.engine.serving.http.middleware import HttpGuard
 from weftline.engine.serving.http.openapi import document
 from weftline.engine.serving.http.responses import json_response, text_response
 from weftline.engine.serving.http.rest_v2 import HttpSharedMemory, Infer
+from weftline.engine.serving.http.route_table import Endpoint, Route, RouteTable
 from weftline.engine.serving.http.run import Run
 from weftline.engine.serving.model_info import ModelInfo
 from weftline.engine.serving.openai.audio_endpoints import Speech, Transcriptions, Translations
@@ -42,14 +40,11 @@ from weftline.engine.serving.openai.endpoints import (
 from weftline.engine.serving.openai.responses_api.endpoint import Responses
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def application(context: HttpContext, gate: Gate, host: str = LOOPBACK, origins: Sequence[str] = ()) -> Starlette:
+def application(context: HttpContext, gate: Gate, host: str = LOOPBACK, origins: Sequence[str] = ()) -> HttpGuard:
     """Return the ASGI application."""
-    every = routes(context)
-    guard = Middleware(HttpGuard, context=context, gate=gate, routes=every, host=host, origins=origins)
-    return Starlette(routes=every, middleware=[guard])
+    return HttpGuard(RouteTable(routes(context)), context=context, gate=gate, host=host, origins=origins)
 
 
 def routes(context: HttpContext) -> list[Route]:
@@ -197,28 +192,16 @@ class Probes:
 
 
 def _get(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, _Application(endpoint), methods=["GET"])
+    return Route(path, endpoint, frozenset({"GET"}))
 
 
 def _post(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, _Application(endpoint), methods=["POST"])
+    return Route(path, endpoint, frozenset({"POST"}))
 
 
 def _delete(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, _Application(endpoint), methods=["DELETE"])
+    return Route(path, endpoint, frozenset({"DELETE"}))
 
 
 def _both(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, _Application(endpoint), methods=["GET", "POST"])
-
-
-class _Application:
-    """An endpoint as an ASGI application; the response that it returns is sent."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        response: ASGIApp | Response = await self._endpoint(request)
-        await response(scope, receive, send)
+    return Route(path, endpoint, frozenset({"GET", "POST"}))

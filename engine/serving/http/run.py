@@ -105,7 +105,7 @@ class Run:
         call = _Call(request, info, ports, await self._ask(request, info, asking))
         if form == EVENTS:
             return EventStream(self._events(call, *await self._context.begin(request, call.ask)), _problem)
-        return await while_connected(request.receive, self._answered(call, form))
+        return await while_connected(request.scope, self._answered(call, form))
 
     async def _read(self, request: Request, info: ModelInfo) -> InferRequest:
         found = await self.form_or_value(request, info)
@@ -151,7 +151,7 @@ class Run:
 
     async def generate(self, request: Request) -> ASGIApp:
         """Answer POST /v2/models/{model}/generate."""
-        return await while_connected(request.receive, self._answered(await self._generating(request), GENERATE))
+        return await while_connected(request.scope, self._answered(await self._generating(request), GENERATE))
 
     async def generate_stream(self, request: Request) -> ASGIApp:
         """Answer POST /v2/models/{model}/generate_stream: an event for each piece, and one for the other outputs."""

@@ -14,7 +14,6 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.applications import Starlette
 
 from weftline.engine.serving.auth.gate import Gate
 from weftline.engine.serving.auth.shared_memory import SharedMemory
@@ -76,7 +75,7 @@ class HttpServer(NetworkServer):
             strict=config.strict,
             aliases=self._at.aliases,
         )
-        self.app: Starlette = application(self.context, gate, self._at.host, self._at.origins)
+        self.app = application(self.context, gate, self._at.host, self._at.origins)
         self.port = 0
         self._server: _Server | None = None
         self._running: asyncio.Task[None] | None = None

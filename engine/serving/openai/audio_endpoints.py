@@ -71,7 +71,7 @@ class Transcriptions(Endpoint):
         return json_response(verbose_json(segments, header, body.granularities or ("segment",)))
 
     async def _seconds(self, request: Request, recording: bytes) -> float:
-        return await while_connected(request.receive, self._lengths.seconds(recording, caller_of(request).name))
+        return await while_connected(request.scope, self._lengths.seconds(recording, caller_of(request).name))
 
     def _ports(self, info: ModelInfo) -> TranscriptionPorts:
         return transcription_ports(info)

@@ -105,7 +105,7 @@ class Endpoint:
                 return await self._outputs(request, ask, where, encoded)
 
         runs = list(map(run, asks, wheres))
-        return await while_connected(request.receive, gather_or_cancel(runs))
+        return await while_connected(request.scope, gather_or_cancel(runs))
 
     async def _outputs(self, request: Request, ask: Ask, where: str, encoded: bool) -> dict[str, Any]:
         try:

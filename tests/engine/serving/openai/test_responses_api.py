@@ -564,8 +564,8 @@ def test_a_client_that_leaves_withdraws_its_request(endpoint: Hosted, backend: F
 def test_a_response_is_removed_when_its_time_is_over(backend: Functions) -> None:
     with hosted(backend, limits=ServeLimits(responses_s=1)) as server:
         found = create(server, input="hi")
-        [route] = [one for one in server.server.app.routes if getattr(one, "path", "") == "/v1/responses"]
-        store = route.endpoint._endpoint.__self__.store  # type: ignore[attr-defined]
+        create_endpoint = server.server.app.routes.find("/v1/responses").endpoints["POST"]
+        store = create_endpoint.__self__.store  # type: ignore[attr-defined]
         assert len(store) == 1
         until = time.monotonic() + 10
         while len(store):
