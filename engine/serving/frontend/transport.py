@@ -15,6 +15,9 @@ from typing import cast
 UNSENT_BYTES = 1 << 20
 """Unsent bytes from which `wait_writable` waits."""
 
+JOINED_BYTES = 64 << 10
+"""Bytes of messages that are joined to one write at the end of a turn of the loop; more are written at once."""
+
 HEAD_BYTES = 4
 """Length prefix, little-endian."""
 
@@ -81,6 +84,8 @@ class FrontendTransport(asyncio.Protocol):
         self._on_close = on_close
         self._decoder = FrameDecoder(frame_bytes_max)
         self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._joined = bytearray()
         self._writable = asyncio.Event()
         self._writable.set()
         self._reason = ""
@@ -102,9 +107,19 @@ class FrontendTransport(asyncio.Protocol):
         return transport
 
     def send(self, body: bytes) -> None:
-        """Send one message; no effect on a closed connection."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(body))
+        """Send one message, with the others of this turn of the loop; no effect on a closed connection."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if not self._joined:
+            self._loop.call_soon(self._flush)
+        self._joined += frame(body)
+        if len(self._joined) > JOINED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        joined, self._joined = self._joined, bytearray()
+        if joined and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(joined)
 
     @property
     def writable(self) -> bool:
