@@ -104,6 +104,48 @@ class _Flow(FlowControl):
                 self._transport.resume_reading()
 
 
+class _ResponseWriter:
+    """Writes the responses of a connection: a head leaves with what follows it in the same turn of the loop.
+
+    A transport of uvloop writes at once, so a head and its body would be two system calls and two packets.
+    """
+
+    __slots__ = ("_head", "_head_is_next", "_loop", "_transport")
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head_is_next = False
+        self._head = b""
+
+    def begin(self) -> None:
+        """Note that the next write is a head."""
+        self._head_is_next = True
+
+    def write(self, data: bytes) -> None:
+        if self._head_is_next:
+            self._head_is_next, self._head = False, data
+            self._loop.call_soon(self.flush)
+        elif self._head:
+            head, self._head = self._head, b""
+            self._transport.writelines((head, data))
+        else:
+            self._transport.write(data)
+
+    def flush(self) -> None:
+        """Write a head that nothing has followed."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return bool(self._transport.is_closing())
+
+
 class Connections:
     """State that the connections of one server share. unread_bytes: received and not parsed yet."""
 
@@ -143,6 +185,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _Flow(transport, self._parse_kept)
+        self._writer = _ResponseWriter(transport, self.loop)
         closed = self._shared.table.add(self, self.client[0] if self.client else "", self.loop.time())
         if closed is not None:
             closed.close_for_another()
@@ -322,6 +365,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self.scope[CONNECTION] = self  # type: ignore[literal-required]
             self._in_body, self._body_left = True, self._announced_bytes()
             super().on_headers_complete()
+            self._writer.begin()
+            self.cycle.transport = self._writer  # type: ignore[assignment]  # it writes, closes and is closing
 
     def _announced_bytes(self) -> int:
         """Return the length of a body that has one; the parser has checked it."""
@@ -347,11 +392,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def _expect_request(self) -> None:
         self._sending, self._began_s, self._unparsed = True, self.loop.time(), 0
         self._headers_bytes = self._body_bytes = 0
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_later(self._limits.header_s, self._check_time)
+        if self._timer is None:  # else that of an earlier request, which goes on for this one
+            self._timer = self.loop.call_later(self._limits.header_s, self._check_time)
 
     def _check_time(self) -> None:
+        self._timer = None
         if not self._sending or self.transport.is_closing():
             return
         counted = 0 if self.cycle is not None and self.cycle.response_complete else self._body_bytes

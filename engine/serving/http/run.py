@@ -278,8 +278,11 @@ def _type_of(request: Request) -> str:
 
 def _form_of_answer(request: Request, ports: Sequence[PortInfo]) -> tuple[PortInfo, str] | str:
     """Return JSON, EVENTS, or an output with its media type; HttpError (406) if none is possible."""
-    accept, types = request.headers.get("accept", "").strip(), offered(ports)
-    for range in media_ranges(accept or "*/*"):
+    accept = request.headers.get("accept", "").strip()
+    if accept in ("", "*/*", JSON):
+        return JSON
+    types = offered(ports)
+    for range in media_ranges(accept):
         if matches(range, JSON):
             return JSON
         if range == EVENTS:
@@ -297,7 +300,7 @@ def _options(request: Request) -> dict[str, Any]:
     """Return the outputs and parameters that the query selects."""
     outputs: list[WantedOutput] = []
     parameters: dict[str, Parameter] = {}
-    for name, text in request.query_params.multi_items():
+    for name, text in request.query_params.multi_items() if request.scope["query_string"] else ():
         if name not in _KNOWN:
             raise HttpError(f"query: unknown {name!r:.80}; expected {', '.join(_KNOWN)}")
         if name == "output":

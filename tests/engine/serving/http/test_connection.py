@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -130,3 +130,47 @@ def test_a_request_that_the_server_cancels_is_cancelled() -> None:
             await task
 
     asyncio.run(run())
+
+
+class Written(Socket):
+    """A transport that keeps what is written, by system call."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def writelines(self, parts: Sequence[bytes]) -> None:
+        self.writes.append(b"".join(parts))
+
+
+async def answered(app: Any, sent: bytes = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") -> list[bytes]:
+    """Return the writes of the responses that an ASGI application gives to what is sent."""
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, server_header=False, date_header=False)
+    made: LimitedProtocol = limited(ServeLimits())(config=config, server_state=ServerState(), app_state={})
+    socket = Written()
+    made.connection_made(socket)
+    made.data_received(sent)
+    await asyncio.sleep(0.05)
+    made.connection_lost(None)
+    return socket.writes
+
+
+def test_a_head_and_its_body_leave_in_one_write() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"ab", "more_body": True})
+        await send({"type": "http.response.body", "body": b"cd"})
+
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
+    assert asyncio.run(answered(app)) == [head + b"ab", b"cd"]
+
+
+def test_a_head_without_a_body_leaves_in_the_same_turn() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.body", "body": b"ab"})
+
+    assert asyncio.run(answered(app)) == [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", b"ab"]
