@@ -11,8 +11,9 @@
 
 Every server is one service on a free port, started once and idle while others are measured. The client has a thread and
 a connection for each caller. In each round every server is measured once, in turn, in an order that rotates; ratios are
-those of a round, and medians over the rounds are printed with their spread. `make bench-peers` builds the peers'
-environments first; a peer that is missing or fails is printed as NOT MEASURED.
+those of a round, and medians over the rounds are printed with their spread, and with the processor time of a request
+in all processes of the server and in each. `make bench-peers` builds the peers' environments first; a peer that is
+missing or fails is printed as NOT MEASURED.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import psutil
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.conditions import conditions
@@ -89,8 +91,8 @@ def path_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def running(name: str, model: Path) -> Iterator[int]:
-    """Start a server and yield its port when it answers; TimeoutError with the end of what it printed."""
+def running(name: str, model: Path) -> Iterator[tuple[int, int]]:
+    """Start a server and yield its port and pid when it answers; TimeoutError with the end of what it printed."""
     with free_port() as port, tempfile.NamedTemporaryFile("w+") as log:
         environment = {**os.environ, "TABULAR_MODEL": str(model), "BENTOML_DO_NOT_TRACK": "True"}
         command = command_of(name, model, port)
@@ -101,7 +103,7 @@ def running(name: str, model: Path) -> Iterator[int]:
                 if process.poll() is not None or time.monotonic() > until:
                     raise TimeoutError(Path(log.name).read_text("utf-8", "replace").strip()[-400:])
                 time.sleep(0.2)
-            yield port
+            yield port, process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,15 +159,30 @@ def measure(name: str, port: int, requests: int, callers: int) -> float:
     return requests / (time.perf_counter() - began)
 
 
-def report(found: Mapping[str, Sequence[float]]) -> None:
-    """Print the medians, and the ratios of ours to each peer within the rounds."""
+def processor_ms(pid: int) -> dict[int, float]:
+    """Return the processor time of a process and of each of its descendants so far, by pid."""
+    spent = {}
+    for process in (first := psutil.Process(pid), *first.children(recursive=True)):
+        with contextlib.suppress(OSError, psutil.Error):
+            tasks = Path(f"/proc/{process.pid}/task").iterdir()
+            spent[process.pid] = sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
+    return spent
+
+
+def report(found: Mapping[str, Sequence[float]], spent: Mapping[str, Sequence[Mapping[int, float]]]) -> None:
+    """Print the medians, the ratios of ours to each peer within the rounds, and processor times of a request.
+
+    spent: milliseconds by process, of each round.
+    """
     for name, rates in found.items():
         spread = f"{min(rates):.0f} to {max(rates):.0f}"
         line = f"{name:9} {statistics.median(rates):6.0f} requests/s ({spread})"
         if name != "weftline" and "weftline" in found:
             ratios = [own / other for own, other in zip(found["weftline"], rates, strict=True)]
             line += f"   weftline is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(line, flush=True)
+        each = {pid: statistics.median(one.get(pid, 0.0) for one in spent[name]) for pid in spent[name][0]}
+        parts = " + ".join(f"{one:.3f}" for one in sorted(each.values(), reverse=True) if one >= 0.0005)
+        print(f"{line}   processor {sum(each.values()):.3f} ms a request: {parts}", flush=True)
 
 
 def main() -> None:
@@ -179,7 +196,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="weftline-bench-") as scratch, contextlib.ExitStack() as stack:
         model = Path(scratch) / "tabular.onnx"
         write_model(model)
-        ports: dict[str, int] = {}
+        ports: dict[str, tuple[int, int]] = {}
         for name in options.only:
             if name != "weftline" and not built(name):
                 print(f"NOT MEASURED: {name} is not built (make bench-peers)")
@@ -189,14 +206,19 @@ def main() -> None:
             except TimeoutError as error:
                 print(f"NOT MEASURED: {name} did not start: {error}")
         found: dict[str, list[float]] = {name: [] for name in ports}
-        for name, port in ports.items():
+        spent: dict[str, list[Mapping[int, float]]] = {name: [] for name in ports}
+        for name, (port, _) in ports.items():
             measure(name, port, options.requests, options.callers)  # warm-up
         names = list(ports)
         for number in range(options.rounds):
             turn = number % max(len(names), 1)
             for name in names[turn:] + names[:turn]:
-                found[name].append(measure(name, ports[name], options.requests, options.callers))
-        report(found)
+                port, pid = ports[name]
+                before = processor_ms(pid)
+                found[name].append(measure(name, port, options.requests, options.callers))
+                after = processor_ms(pid)
+                spent[name].append({one: (after[one] - before.get(one, 0.0)) / options.requests for one in after})
+        report(found, spent)
 
 
 if __name__ == "__main__":
