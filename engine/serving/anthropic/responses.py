@@ -42,7 +42,7 @@ class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """Return the response, as JSON. answers: one, the outputs of the model."""
         [outputs] = answers
         choice = self._choice(outputs)
-        body = self._message(self._content(choice)) | self._stop(choice, outputs)
+        body = self._message(self._content(choice)) | self._stop(choice)
         return msgspec.json.encode(body | {"usage": self._usage(outputs)})
 
     def opening(self) -> bytes:
@@ -64,7 +64,7 @@ class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         if not blocks.index:
             events += blocks.open({"type": "text", "text": ""})
         events += blocks.close()
-        delta = {"type": "message_delta", "delta": self._stop(choice, outputs), "usage": self._usage(outputs)}
+        delta = {"type": "message_delta", "delta": self._stop(choice), "usage": self._usage(outputs)}
         return [frame(one) for one in (*events, delta, {"type": "message_stop"})]
 
     @property
@@ -90,12 +90,9 @@ class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             blocks.append(_tool_use(call) | {"input": read_arguments(call)[1]})
         return blocks
 
-    def _stop(self, choice: Choice, outputs: Mapping[str, Any]) -> dict[str, Any]:
-        usage = outputs.get(self.ports.usage or "")
-        matched = usage.get("stop_string") if isinstance(usage, Mapping) and choice.finish == "stop" else None
-        matched = matched if isinstance(matched, str) and matched else None
-        reason = "stop_sequence" if matched else _STOP_REASONS.get(choice.finish, "end_turn")
-        return {"stop_reason": reason, "stop_sequence": matched, "stop_details": None}
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        reason = "stop_sequence" if choice.stop else _STOP_REASONS.get(choice.finish, "end_turn")
+        return {"stop_reason": reason, "stop_sequence": choice.stop or None, "stop_details": None}
 
     def _usage(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the counts. Every prompt is cached, so that no tokens are counted as written to the cache."""

@@ -25,6 +25,7 @@ class Choice:
     logprobs:   of the answer's tokens, as in the llm step's `answers`; None: not requested.
     tool_calls: as in the pipeline's `tool_calls` output.
     reasoning:  as in the pipeline's `reasoning` output; '' without it.
+    stop:       the stop string that ended it; '' if none did.
     """
 
     index: int
@@ -33,6 +34,11 @@ class Choice:
     logprobs: Sequence[Mapping[str, Any]] | None = None
     tool_calls: Sequence[Any] | None = None
     reasoning: str = ""
+    stop: str = ""
+
+    def ending(self) -> dict[str, Any]:
+        """Return why it ended; `stop_reason`, the stop string, is vLLM's field."""
+        return {"finish_reason": self.finish} | ({"stop_reason": self.stop} if self.stop else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +131,8 @@ def choices_of(
     names = {"text": ports.output, "reasoning": ports.reasoning, "tool_calls": ports.tool_calls}
     parts = {part: outputs[name] for part, name in names.items() if name and outputs.get(name) is not None}
     usage = outputs.get(ports.usage) if ports.usage else None
-    finish = (
-        {"finish_reason": usage["finish_reason"]} if isinstance(usage, Mapping) and "finish_reason" in usage else {}
-    )
+    counted = usage if isinstance(usage, Mapping) else {}
+    finish = {name: counted[name] for name in ("finish_reason", "stop_string") if name in counted}
     return [_choice(first, finish | dict(one) | parts, logprobs)]
 
 
@@ -137,7 +142,9 @@ def _choice(index: int, one: Mapping[str, Any], logprobs: bool) -> Choice:
     calls = calls if isinstance(calls, list) and calls else None
     _check_calls(calls)
     found = (one.get("logprobs") or ()) if logprobs else None
-    return Choice(index, one.get("text") or "", finish_of(one, calls), found, calls, one.get("reasoning") or "")
+    finish, stop = finish_of(one, calls), one.get("stop_string")
+    stop = stop if isinstance(stop, str) and finish == "stop" else ""
+    return Choice(index, one.get("text") or "", finish, found, calls, one.get("reasoning") or "", stop)
 
 
 def _check_calls(calls: list[Any] | None) -> None:
@@ -183,7 +190,7 @@ class ChatFormat:
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
         logprobs = chat_logprobs_json(text_tokens(choice)) if choice.logprobs is not None else None
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+        return {"index": choice.index, "message": message, "logprobs": logprobs} | choice.ending()
 
     def opening(self) -> list[dict[str, Any]]:
         return [_chat_delta(0, {"role": "assistant", "content": ""})]
@@ -203,7 +210,7 @@ class ChatFormat:
             deltas.append(_chat_delta(index, role | {"content": rest}, logprobs))
         for place, call in enumerate(choice.tool_calls or ()):
             deltas += [_chat_delta(index, {"tool_calls": [piece]}) for piece in _call_pieces(place, call)]
-        return [*deltas, _chat_delta(index, {}) | {"finish_reason": choice.finish}]
+        return [*deltas, _chat_delta(index, {}) | choice.ending()]
 
 
 class TextFormat:
@@ -219,7 +226,7 @@ class TextFormat:
         if choice.logprobs is not None:
             offsets = TextOffsets().add(choice.logprobs, choice.text)
             logprobs = text_logprobs_json(choice.logprobs[scored:], offsets[scored:])
-        return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
+        return {"index": choice.index, "text": choice.text, "logprobs": logprobs} | choice.ending()
 
     def opening(self) -> list[dict[str, Any]]:
         return []

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers: names, bytes and offsets of their tokens."""
+"""Choices of completions: log-probabilities with names, bytes and offsets of tokens, and what ended them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.engine.llm import tiny
 from weftline.engine.llm.tokens import Tokens
-from weftline.engine.serving.openai.completions import Choice, TextFormat, TextOffsets, chat_logprobs_json, text_tokens
+from weftline.engine.serving.openai.completions import (
+    ChatFormat,
+    Choice,
+    TextFormat,
+    TextOffsets,
+    chat_logprobs_json,
+    choices_of,
+    text_tokens,
+)
+from weftline.engine.serving.openai.ports import AnswerPorts
 
 TEXT = "a \N{GRINNING FACE} é!"
 
@@ -78,3 +87,21 @@ def test_pieces_have_the_offsets_of_the_whole() -> None:
     tokens = tokens_of(tiny.tokenizer(), TEXT)
     offsets, whole = TextOffsets(), TextOffsets().add(tokens, TEXT)
     assert [*offsets.add(tokens[:3], TEXT), *offsets.add(tokens[3:], "")] == whole
+
+
+@pytest.mark.parametrize(
+    ("outputs", "ended"),
+    [
+        ({"usage": {"finish_reason": "stop", "stop_string": "END"}}, {"finish_reason": "stop", "stop_reason": "END"}),
+        ({"usage": {"finish_reason": "stop"}}, {"finish_reason": "stop"}),
+        ({"usage": {"finish_reason": "length", "stop_string": "END"}}, {"finish_reason": "length"}),
+        ({"answers": [{"text": "a", "finish_reason": "stop", "stop_string": "."}] * 2},
+         {"finish_reason": "stop", "stop_reason": "."}),
+    ],
+)  # fmt: skip
+def test_the_stop_string_that_ended_an_answer_is_named(outputs: dict[str, Any], ended: dict[str, Any]) -> None:
+    ports = AnswerPorts(output="text", sampling=None, tenant=None, usage="usage", answers="answers")
+    for choice in choices_of({"text": "a"} | outputs, ports, False, 0):
+        whole, last = ChatFormat().whole(choice), ChatFormat().ending(choice, "", "", 0)[-1]
+        for found in (whole, last, TextFormat().whole(choice)):
+            assert {key: found[key] for key in found.keys() & {"finish_reason", "stop_reason"}} == ended
