@@ -86,7 +86,7 @@ def test_breakpoint_has_the_terminal_and_all_the_time_it_wants(write, tmp_path: 
     words = ("run", write(LIMITED), "-i", "text=hello", "--deadline-ms", "500", "--debug", "look")
     terminal = Terminal(tmp_path, *words)
     try:
-        terminal.wait_for("(Pdb)")
+        terminal.wait_for("Pdb)")
         time.sleep(2.0)  # longer than any limit of the step, the request and the pipeline
         terminal.wait_for("'HELLO!'", terminal.type("p seen"))
         terminal.wait_for("-> return seen", terminal.type("where"))
@@ -103,7 +103,7 @@ def test_quitting_the_debugger_fails_the_request_and_leaves_nothing(write, tmp_p
     (tmp_path / "steps.py").write_text(STEPS)
     terminal = Terminal(tmp_path, "run", write(LIMITED), "-i", "text=hello", "--debug", "look")
     try:
-        terminal.wait_for("(Pdb)")
+        terminal.wait_for("Pdb)")
         terminal.wait_for("step look: BdbQuit", terminal.type("quit"))
         assert terminal.wait_end() == 5
     finally:
