@@ -174,8 +174,8 @@ async def body_of(request: Request, bytes_max: int) -> bytes | bytearray | memor
 async def _received(request: Request, bytes_max: int) -> bytearray | memoryview:
     """Return the body as received; one over FREE_BYTES in a block of its announced size.
 
-    Growing a bytearray reallocates it repeatedly, and the fragmented heap took more memory than the budget. A block
-    whose size is not announced is larger than `malloc.MMAP_THRESHOLD_BYTES`: its pages exist once they are written.
+    Growing a bytearray reallocates it repeatedly, and the fragmented heap took more memory than the budget. Where no
+    size is announced the block has that of the largest message; its pages exist once they are written.
     """
     size_max = min(int(request.headers.get("content-length", bytes_max)), bytes_max)
     if size_max <= FREE_BYTES:

@@ -21,19 +21,20 @@ import math
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from starlette.types import Scope
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.connection_table import LATE_S, ConnectionTable
+from weftline.engine.serving.http.response_writer import ResponseWriter
 from weftline.engine.serving.turns import Turns
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from weftline.engine.serving.http.client_gone import ClientWatch
 
 BODY_BYTES_S = 256 << 10
 """Lowest rate of a large body in bytes a second, once `header_s` is over."""
@@ -104,48 +105,6 @@ class _Flow(FlowControl):
                 self._transport.resume_reading()
 
 
-class _ResponseWriter:
-    """Writes the responses of a connection: a head leaves with what follows it in the same turn of the loop.
-
-    A transport of uvloop writes at once, so a head and its body would be two system calls and two packets.
-    """
-
-    __slots__ = ("_head", "_head_is_next", "_loop", "_transport")
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._head_is_next = False
-        self._head = b""
-
-    def begin(self) -> None:
-        """Note that the next write is a head."""
-        self._head_is_next = True
-
-    def write(self, data: bytes) -> None:
-        if self._head_is_next:
-            self._head_is_next, self._head = False, data
-            self._loop.call_soon(self.flush)
-        elif self._head:
-            head, self._head = self._head, b""
-            self._transport.writelines((head, data))
-        else:
-            self._transport.write(data)
-
-    def flush(self) -> None:
-        """Write a head that nothing has followed."""
-        head, self._head = self._head, b""
-        if head and not self._transport.is_closing():
-            self._transport.write(head)
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return bool(self._transport.is_closing())
-
-
 class Connections:
     """State that the connections of one server share. unread_bytes: received and not parsed yet."""
 
@@ -179,13 +138,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._began_s = self.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
-        self._watches: set[_Watch] = set()
+        self._watches: set[ClientWatch] = set()
         self._lost = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _Flow(transport, self._parse_kept)
-        self._writer = _ResponseWriter(transport, self.loop)
+        self._writer = ResponseWriter(transport, self.loop)
         closed = self._shared.table.add(self, self.client[0] if self.client else "", self.loop.time())
         if closed is not None:
             closed.close_for_another()
@@ -204,7 +163,7 @@ class LimitedProtocol(HttpToolsProtocol):
             watch.cancel()
         super().connection_lost(exc)
 
-    def watch(self, watch: _Watch) -> None:
+    def watch(self, watch: ClientWatch) -> None:
         """Cancel the task of a request when the connection is lost, until `unwatch`; soon, if it is lost already.
 
         The connection is read meanwhile, since nothing else shows that it is lost.
@@ -215,10 +174,10 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.flow.resume_reading()
 
-    def unwatch(self, watch: _Watch) -> None:
+    def unwatch(self, watch: ClientWatch) -> None:
         self._watches.discard(watch)
 
-    def _cancel_late(self, watch: _Watch) -> None:
+    def _cancel_late(self, watch: ClientWatch) -> None:
         if watch in self._watches:
             watch.cancel()
 
@@ -419,51 +378,3 @@ class LimitedProtocol(HttpToolsProtocol):
 def limited(limits: ServeLimits) -> Any:
     """Return what uvicorn's `http` setting calls for each connection of a server."""
     return partial(LimitedProtocol, Connections(limits))
-
-
-class ClientGone(Exception):
-    """The client closed its connection."""
-
-
-async def while_connected(scope: Scope, work: Awaitable[T]) -> T:
-    """Await `work`; when the client disconnects first, cancel it and raise ClientGone.
-
-    The request's body must have been read. `work` has ended when this returns or raises. It runs in the current task,
-    which the connection cancels; an error of work that was cancelled is dropped.
-    """
-    connection: LimitedProtocol = scope[CONNECTION]
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("a request has no task")
-    watch = _Watch(task)
-    connection.watch(watch)
-    try:
-        result = await work
-    except (Exception, asyncio.CancelledError):
-        if watch.ended_it():
-            raise ClientGone from None
-        raise
-    finally:
-        connection.unwatch(watch)
-    if watch.ended_it():  # and `work` has returned all the same
-        raise ClientGone
-    return result
-
-
-class _Watch:
-    """Cancels the task of a request once, when its client has disconnected."""
-
-    __slots__ = ("_cancelled_before", "_gone", "_task")
-
-    def __init__(self, task: asyncio.Task[Any]) -> None:
-        self._task = task
-        self._cancelled_before = task.cancelling()
-        self._gone = False
-
-    def cancel(self) -> None:
-        self._gone = True
-        self._task.cancel()
-
-    def ended_it(self) -> bool:
-        """Return True if the client has disconnected and nothing else has cancelled the task."""
-        return self._gone and self._task.uncancel() <= self._cancelled_before

@@ -17,7 +17,7 @@ from weftline.engine.serving.auth.gate import Caller
 from weftline.engine.serving.auth.shared_memory import SharedMemory
 from weftline.engine.serving.backend import Ask, Backend
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.json_parser import JsonParser
 from weftline.engine.serving.lifecycle import DrainSwitch

@@ -33,7 +33,8 @@ from weftline.engine.serving.auth.methods import ADMIN, INFER, MEMORY, METHODS, 
 from weftline.engine.serving.call_slots import CallSlots
 from weftline.engine.serving.config import LOOPBACK
 from weftline.engine.serving.http.body import BODY, Body
-from weftline.engine.serving.http.connection import CONNECTION, TARGET, ClientGone
+from weftline.engine.serving.http.client_gone import ClientGone
+from weftline.engine.serving.http.connection import CONNECTION, TARGET
 from weftline.engine.serving.http.context import (
     HEADERS,
     REQUEST_ID,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weftline.engine.serving.anthropic.errors import is_messages_path, problem
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.replies import ErrorReply, to_status
 from weftline.errors import ContextOverflow, SessionClosed, UnknownModel

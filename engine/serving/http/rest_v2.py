@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from weftline.engine.serving.backend import Answer
 from weftline.engine.serving.http.binary_tensors import HEADER, BinaryOutputs
 from weftline.engine.serving.http.body import body_of, json_object_of
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.context import ID_CHARS_MAX, SPAN, HttpContext, caller_of, deadline_ms_of, room_of
 from weftline.engine.serving.http.errors import HttpError
 from weftline.engine.serving.http.responses import JSON, json_response

@@ -41,7 +41,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a path leads to. endpoints: by method; template: '' if there is no route."""
+    """Result of a look-up. endpoints: by method; template: '' if there is no route."""
 
     template: str
     endpoints: dict[str, Endpoint]

@@ -22,7 +22,7 @@ from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Answer, Ask
 from weftline.engine.serving.http.binary_tensors import GENERATE, RUN
 from weftline.engine.serving.http.body import body_of
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.context import (
     ID_CHARS_MAX,
     SPAN,

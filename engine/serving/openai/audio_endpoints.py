@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from weftline.engine.serving.http.body import file_field, form_of, text_field
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.context import HttpContext, caller_of
 from weftline.engine.serving.http.errors import unsupported
 from weftline.engine.serving.http.responses import DONE, EventStream, event, json_response, text_response

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 from weftline.engine.result import StreamedOutput
 from weftline.engine.serving.backend import Ask
 from weftline.engine.serving.http.body import json_object_of
-from weftline.engine.serving.http.connection import while_connected
+from weftline.engine.serving.http.client_gone import while_connected
 from weftline.engine.serving.http.context import HttpContext, ask_for, caller_of
 from weftline.engine.serving.http.errors import HttpError, unsupported
 from weftline.engine.serving.http.responses import DONE, JSON, EventStream, event, json_response

@@ -1,4 +1,4 @@
-"""Deployments of a server: what each has, who shares it, and whose names a caller is shown."""
+"""Deployments of a server: figures of each, the steps that share it, and the names that a caller may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resize of KV memory takes from a device and returns to it, at the size of a card: 64 tensors of bfloat16."""
+"""Device memory that a resize of KV memory takes and returns, at the size of a card: 64 tensors of bfloat16."""
 
 from __future__ import annotations
 

@@ -9,15 +9,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from weftline.engine.serving.config import ServeLimits
-from weftline.engine.serving.http.connection import (
-    BODY_BYTES_S,
-    CONNECTION,
-    ClientGone,
-    LimitedProtocol,
-    limited,
-    overdue_s,
-    while_connected,
-)
+from weftline.engine.serving.http.client_gone import ClientGone, while_connected
+from weftline.engine.serving.http.connection import BODY_BYTES_S, CONNECTION, LimitedProtocol, limited, overdue_s
 
 
 def test_the_time_limit_of_a_request_grows_with_its_body() -> None:
