@@ -13,11 +13,9 @@ import anthropic
 import httpx
 import pytest
 
-from tests.engine.llm import tiny
 from tests.engine.serving.anthropic.test_messages import unsigned
-from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
-from tests.engine.serving.openai.test_tool_calls import CHAT, SCHEMA, SWITCH, TEMPLATE, words
-from weftline.engine.serving.config import ServedPipeline
+from tests.engine.serving.http.hosted import Hosted
+from tests.engine.serving.openai.test_tool_calls import SCHEMA, hosted_callers
 
 WEATHER: Any = {"name": "weather", "input_schema": SCHEMA, "strict": True}
 TOOLS: Any = [WEATHER, {"name": "stop", "input_schema": {"type": "object"}}]
@@ -26,18 +24,11 @@ SAID: Any = [{"role": "user", "content": "Will it rain?"}]
 FRAMEWORKS = Path(__file__).parents[4] / "build/frameworks/bin/python"
 
 pytestmark = pytest.mark.slow
-__all__ = ["words"]
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Iterator[Hosted]:
-    folder = tmp_path_factory.mktemp("pipelines")
-    for name, end in (("calls", SWITCH), ("thinks", "{{- '<think>\\n' }}")):
-        words.chat_template = TEMPLATE + end
-        tiny.save(folder / name, words)
-        (folder / f"{name}.yaml").write_text(CHAT.format(name=name))
-    served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "thinks")}
-    with hosted_pipelines(served) as endpoint:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+    with hosted_callers(tmp_path_factory.mktemp("pipelines")) as endpoint:
         yield endpoint
 
 

@@ -16,12 +16,9 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
-from transformers import AddedToken
 
-from tests.engine.llm import tiny
-from tests.engine.serving.http.hosted import Hosted, hosted_pipelines
-from tests.engine.serving.openai.test_tool_calls import CHAT, SCHEMA, SWITCH, TEMPLATE
-from weftline.engine.serving.config import ServedPipeline
+from tests.engine.serving.http.hosted import Hosted
+from tests.engine.serving.openai.test_tool_calls import SCHEMA, hosted_callers
 
 BUILD = Path(__file__).resolve().parents[4] / "build"
 FRAMEWORKS = BUILD / "frameworks/bin/python"
@@ -102,15 +99,7 @@ console.log(JSON.stringify({ parts, thought: await thought.finishReason, called,
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
     folder = tmp_path_factory.mktemp("pipelines")
-    words = tiny.tokenizer(added=())
-    words.add_tokens([AddedToken(name) for name in ("<tool_call>", "</tool_call>", "<think>", "</think>")])
-    for name, end in (("calls", SWITCH), ("thinks", "{{- '<think>\\n' }}")):
-        words.chat_template = TEMPLATE + end
-        config = tiny.save(folder / name, words) / "config.json"
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
-        (folder / f"{name}.yaml").write_text(CHAT.format(name=name))
-    served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "thinks")}
-    with hosted_pipelines(served) as endpoint:
+    with hosted_callers(folder, max_position_embeddings=2048) as endpoint:
         yield endpoint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,29 @@ SAID: Any = [{"role": "user", "content": "Will it rain?"}]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    found = tiny.tokenizer(added=())
-    found.add_tokens([AddedToken(name) for name in ("<tool_call>", "</tool_call>", "<think>", "</think>")])
-    return found
+def tokenizer() -> Any:
+    words = tiny.tokenizer(added=())
+    words.add_tokens([AddedToken(name) for name in ("<tool_call>", "</tool_call>", "<think>", "</think>")])
+    return words
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory, words: Any) -> Iterator[Hosted]:
-    folder = tmp_path_factory.mktemp("pipelines")
+@contextmanager
+def hosted_callers(folder: Path, **config: Any) -> Iterator[Hosted]:
+    """Serve `calls`, and `thinks`, whose template begins a thought. config: changes of their configuration."""
+    words = tokenizer()
     for name, end in (("calls", SWITCH), ("thinks", "{{- '<think>\\n' }}")):
         words.chat_template = TEMPLATE + end
-        tiny.save(folder / name, words)
+        file = tiny.save(folder / name, words) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
         (folder / f"{name}.yaml").write_text(CHAT.format(name=name))
     served = {name: ServedPipeline(folder / f"{name}.yaml") for name in ("calls", "thinks")}
     with hosted_pipelines(served) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+    with hosted_callers(tmp_path_factory.mktemp("pipelines")) as endpoint:
         yield endpoint
 
 
@@ -158,8 +166,8 @@ def test_the_conversation_goes_on_with_the_result_of_a_call(client: openai.OpenA
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_comes_apart_and_before_a_forced_call(client: openai.OpenAI, words: Any, stream: bool) -> None:
-    end = words.convert_tokens_to_ids("</think>")
+def test_reasoning_comes_apart_and_before_a_forced_call(client: openai.OpenAI, stream: bool) -> None:
+    end = tokenizer().convert_tokens_to_ids("</think>")
     asked: dict[str, Any] = {"model": "thinks", "messages": SAID, "tools": TOOLS, "tool_choice": NAMED}
     asked |= {"parallel_tool_calls": False, "logit_bias": {str(end): 4}, "stream": stream}
     message = client.chat.completions.create(**asked)
