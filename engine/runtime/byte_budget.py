@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
 from weftline.engine.fair_queue import FairQueue
@@ -204,15 +204,6 @@ class ByteBudget:
     def held(self, size_bytes: int, timeout_s: float) -> Iterator[None]:
         """Hold bytes meanwhile; a thread waits for them, TimeoutError after `timeout_s`."""
         taken = self.enter(size_bytes).wait(timeout_s)
-        try:
-            yield
-        finally:
-            self.give_back(taken)
-
-    @asynccontextmanager
-    async def held_async(self, size_bytes: int, timeout_s: float) -> AsyncIterator[None]:
-        """As `held`, in a task."""
-        taken = await self.enter(size_bytes).wait_async(timeout_s)
         try:
             yield
         finally:

@@ -36,7 +36,6 @@ LOGGED_CHARS_MAX = 500
 LOGGED_PER_S, LOGGED_BURST = 1.0, 10.0
 """Lines of the log about a server: one that fails every request must not fill a disk."""
 MODELS_BYTES_MAX = 4 << 20
-MODELS_SHOWN_MAX = 8
 RETRIED = (429, 502, 503, 504)
 """Statuses after which the same request may succeed."""
 REFUSED = (400, 413, 415, 422)
