@@ -30,7 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weftline.engine.serving.config import ServeLimits
 from weftline.engine.serving.connection_table import LATE_S, ConnectionTable
-from weftline.engine.serving.http.response_writer import ResponseWriter
+from weftline.engine.serving.http.joined_writes import JoinedWrites
 from weftline.engine.serving.turns import Turns
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.flow = _Flow(transport, self._parse_kept)
-        self._writer = ResponseWriter(transport, self.loop)
+        self._writer = JoinedWrites(transport, self.loop)
         closed = self._shared.table.add(self, self.client[0] if self.client else "", self.loop.time())
         if closed is not None:
             closed.close_for_another()

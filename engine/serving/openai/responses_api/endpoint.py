@@ -230,7 +230,7 @@ class Responses(PromptEndpoint):
     async def cancel(self, request: Request) -> ASGIApp:
         """POST /v1/responses/{response}/cancel. No response is computed in the background, so none can be cancelled."""
         id = self._stored(request).id
-        why = "only responses with background: true can be, which this server has not; close the connection instead"
+        why = "only responses with background: true can be, and this server makes none; close the connection instead"
         raise HttpError(f"response {id} cannot be cancelled: {why}")
 
     async def input_items(self, request: Request) -> ASGIApp:

@@ -1,4 +1,4 @@
-"""Writes HTTP responses: a head leaves with what follows it in the same turn of the loop."""
+"""Joined writes of HTTP responses: a head leaves with what follows it in the same turn of the loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 
-class ResponseWriter:
+class JoinedWrites:
     """Stands for the transport of a connection where uvicorn writes a response.
 
     A transport of uvloop writes at once, so a head and its body would be two system calls and two packets.
