@@ -69,7 +69,7 @@ def compute_in_float32(torch: Any) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
-class _Settings:
+class _Tf32Settings:
     """Torch's settings of TF32. They are written by their older names.
 
     Since 2.9 torch has newer ones (`fp32_precision`), and refuses to read the older ones after a newer one was written
@@ -103,7 +103,7 @@ class _Tf32:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._before: _Settings | None = None
+        self._before: _Tf32Settings | None = None
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class _Tf32:
 
         with self._lock:
             if not self._inside:
-                self._before = _Settings(torch)
+                self._before = _Tf32Settings(torch)
                 self._before.allow()
             self._inside += 1
         try:
