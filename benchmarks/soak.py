@@ -114,7 +114,7 @@ def pipeline(hoards: bool, largest_bytes: int, version: int = 0) -> Builder:
 class Soak:
     """One run.
 
-    samples:  by what is looked at, (seconds since the start, value).
+    samples:  by what is looked at, (seconds since the start, value); `shared` only while every worker was ready.
     totals:   the memory of all processes while every worker was ready, in the same form.
     private:  the part of it that is not shared memory.
     resident: the sum of their RSS at every time, which counts shared pages in each of them.
@@ -239,10 +239,12 @@ class Soak:
                 "shared": shared_bytes(),
                 "leases": stats["arena"]["leased_bytes"],
             }
+            complete = not missing(stats) and not missing(self._session.stats())
             for name, value in values.items():
-                self.samples[name].append((passed_s, float(value)))
+                if complete or name != "shared":  # the arena of a worker that is being restarted is not mapped
+                    self.samples[name].append((passed_s, float(value)))
             self.resident.append((passed_s, float(memory_bytes([os.getpid(), *pids.values()]))))
-            if not missing(stats):
+            if complete:
                 private = values["memory"] + private_bytes(pids.values())
                 self.private.append((passed_s, float(private)))
                 self.totals.append((passed_s, float(private + values["shared"])))
