@@ -75,7 +75,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_readme_has_no_block_of_an_unknown_kind() -> None:
     plain = [line for body in blocks("") for line in body.splitlines() if not line.startswith(tuple(NOT_RUN))]
-    assert plain[0].startswith("$ weftline serve ") and len(plain) == 6, "a plain block that no test runs"
+    assert plain[0].startswith("$ weftline serve ") and len(plain) == 8, "a plain block that no test runs"
     assert {kind for kind, _ in BLOCKS} == {"", "console", "json", "python", "yaml"}
     assert len(blocks("json")) == 1 and len(blocks("python")) == 2
 
